@@ -1,0 +1,85 @@
+"""What surrounds an inner step: attention kernels, autocast, the random state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import checkpoint as torch_checkpoint
+
+from ._tree import is_differentiable
+
+_NO_HOOKS = (
+    "the module uses torch.utils.checkpoint (or saved-tensor hooks) inside an inner step, whose recomputation would see "
+    "the parameters of another step. Switch it off in the module and let `adjoint=Checkpointed()` save the memory."
+)
+
+
+@contextlib.contextmanager
+def surroundings() -> Iterator[None]:
+    """Make inner forward passes differentiable twice, and keep them from leaving anything behind.
+
+    Fused attention has no second derivative, so its plain form is chosen. Autocast would keep a cast copy
+    of the parameters of every step alive. A checkpoint inside the module is refused: it would recompute with parameters
+    that are there no longer.
+    """
+    cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if not torch._C._autograd._top_saved_tensors_default_hooks(False):
+                stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(_NO_HOOKS))
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cache)
+
+
+class Ambient:
+    """The autocast settings and the random state of a rollout, to be restored in a replay."""
+
+    def __init__(self, sample: Sequence[Tensor]) -> None:
+        """Note autocast as it is now, for the CPU and the devices of `sample`."""
+        self._sample = [t for t in sample if t.device.type not in ("cpu", "meta")]
+        kinds = {"cpu", *(t.device.type for t in self._sample)}
+        self._autocast = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in sorted(kinds)]
+        self._strays: list[Tensor] = []
+
+    def rng(self) -> Any:
+        """Return the global random state of the CPU and of the devices in use."""
+        return torch.get_rng_state(), *torch_checkpoint.get_device_states(*self._sample)
+
+    def set_rng(self, state: Any) -> None:
+        """Set it."""
+        torch.set_rng_state(state[0])
+        torch_checkpoint.set_device_states(*state[1:])
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Surround a replay; afterwards the random state is as it was, and a replay that went astray raises."""
+        outside, self._strays = self.rng(), []
+        try:
+            with contextlib.ExitStack() as stack:
+                for kind, dtype, enabled in self._autocast:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+                stack.enter_context(surroundings())
+                yield
+        finally:
+            self.set_rng(outside)
+        if self._strays and not self._strays[0].is_meta and bool(torch.stack(self._strays).any()):
+            raise RuntimeError(
+                "a replayed step gave another result than the first time, so the hypergradient would be wrong; the loss "
+                "or the batches depend on something that is not restored (a torch.Generator, `random`, numpy, a counter, "
+                "a data set that shuffles). Draw such numbers beforehand and pass them in `batches=`, or use `Unroll()`."
+            )
+
+    def compare(self, replayed: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
+        """Note, on the device, whether a replay met the state of the first sweep, up to rounding."""
+        for new, old in zip(replayed, stored, strict=True):
+            if is_differentiable(new) and new.numel():
+                tolerance = torch.finfo(new.dtype).eps ** 0.5
+                self._strays.append((new.detach() - old).abs().max() > tolerance * (1 + old.abs().max()))

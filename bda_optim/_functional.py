@@ -1,0 +1,223 @@
+"""A module as a function of its tensors, without touching the user's module.
+
+`torch.func.functional_call` swaps tensors in the user's own module, which is not thread-safe, and fails where a
+sub-module is reachable by two names. A `Skeleton` is a twin of the module tree instead: the same classes, hooks and
+attributes, but its own dictionaries of parameters and buffers, into which any tensors can be laid. Nothing is copied
+but these dictionaries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.utils import parametrizations
+from torch.nn.utils.weight_norm import WeightNorm
+
+from ._tree import Slot, Slots
+
+
+class Place(NamedTuple):
+    """One tensor of the user's module and every spot of the skeleton that refers to it."""
+
+    original: Tensor
+    spots: list[tuple[Any, Any]]
+
+    def put(self, tensor: Tensor) -> None:
+        """Lay `tensor` into all the spots."""
+        for container, key in self.spots:
+            container[key] = tensor
+
+    def get(self) -> Tensor:
+        """Return what lies there now."""
+        container, key = self.spots[0]
+        value: Tensor = container[key]
+        return value
+
+
+class Skeleton:
+    """A twin of a module whose parameters and buffers can be replaced.
+
+    Attributes:
+        root: The twin; of the same class as the module, and called like it.
+        params: Name to `Place`, shared parameters once, by the names of `module.named_parameters()`.
+        buffers: The same for buffers.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Build the twin of `module`, with the module's own tensors in it."""
+        twins: dict[int, nn.Module] = {}
+        self.root = _twin(module, twins)
+        self.params = {name: Place(tensor, []) for name, tensor in module.named_parameters()}
+        self.buffers = {name: Place(tensor, []) for name, tensor in module.named_buffers()}
+        places = {id(place.original): place for place in (*self.params.values(), *self.buffers.values())}
+        _check(self.params.items())
+        self._recurrent = any(isinstance(twin, nn.RNNBase) for twin in twins.values())
+        for twin in dict.fromkeys(twins.values()):
+            _redirect(twin, twins, places)
+            _recompose_weight_norm(twin)
+
+    def surroundings(self) -> contextlib.AbstractContextManager[Any]:
+        """Return what a forward pass must run under: cuDNN's RNNs have no second derivative."""
+        cudnn = torch.backends.cudnn
+        return cudnn.flags(enabled=False) if self._recurrent and cudnn.is_available() else contextlib.nullcontext()
+
+    def lay_params(self, names: Iterable[str], values: Iterable[Tensor]) -> None:
+        """Put `values` in the place of the named parameters."""
+        for name, value in zip(names, values, strict=True):
+            self.params[name].put(value)
+
+    def lay_buffers(self, values: Sequence[Tensor], *, copy: bool = True) -> None:
+        """Put `values`, or copies that a forward pass may overwrite, in the place of all buffers."""
+        for place, value in zip(self.buffers.values(), values, strict=True):
+            place.put(value.detach().clone() if copy else value)
+
+    def read_buffers(self) -> tuple[Tensor, ...]:
+        """Return the buffers as the last forward pass left them."""
+        return tuple(place.get().detach() for place in self.buffers.values())
+
+
+class ModuleSlot(NamedTuple):
+    """A module among the upper variables: filled, it is a skeleton with the slots' tensors in it."""
+
+    skeleton: Skeleton
+    slots: dict[str, Slot]
+
+    def fill(self, values: Sequence[Tensor]) -> nn.Module:
+        """Lay the tensors into the skeleton and return it."""
+        self.skeleton.lay_params(self.slots, (slot.fill(values) for slot in self.slots.values()))
+        return self.skeleton.root
+
+
+def module_slot(slots: Slots) -> Callable[[Any, str], Any]:
+    """Return what `Slots.template` does with a module in a tree: slots for its parameters, copies of its buffers."""
+
+    def special(leaf: Any, name: str) -> Any:
+        if not isinstance(leaf, nn.Module):
+            return leaf
+        skeleton = Skeleton(leaf)
+        skeleton.lay_buffers([place.original for place in skeleton.buffers.values()])
+        return ModuleSlot(skeleton, {key: slots.put(p.original, f"{name}.{key}") for key, p in skeleton.params.items()})
+
+    return special
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module inside a `torch.compile`, DataParallel or DistributedDataParallel wrapper.
+
+    A compiled module has no second derivative, and a parallel one would synchronise gradients in the inner loop.
+    """
+    inner = module.__dict__.get("_modules", {}).get("_orig_mod")
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        inner = module.module
+    return module if inner is None else unwrap(inner)
+
+
+def _twin(module: nn.Module, twins: dict[int, nn.Module]) -> nn.Module:
+    if id(module) in twins:
+        return twins[id(module)]
+    plain = unwrap(module)
+    if plain is not module:
+        twins[id(module)] = twin = _twin(plain, twins)
+        return twin
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            f"a scripted module cannot be given other parameters; got {type(module).__name__}. "
+            "Pass the Python module it was scripted from."
+        )
+    twin = type(module).__new__(type(module))
+    twins[id(module)] = twin
+    content = dict(module.__dict__)
+    for key in ("_parameters", "_buffers"):
+        content[key] = dict(content[key])
+    content["_modules"] = {
+        name: None if child is None else _twin(child, twins) for name, child in content["_modules"].items()
+    }
+    twin.__dict__.update(content)
+    return twin
+
+
+def _redirect(twin: nn.Module, twins: dict[int, nn.Module], places: dict[int, Place]) -> None:
+    """Make every reference in `twin` to a module or tensor of the tree point to the skeleton's."""
+    content = twin.__dict__
+    for key, value in content.items():
+        if not key.startswith("_backward") and not key.endswith("_hooks"):
+            content[key] = _redirected(value, twins, places)
+    for container in (content, content["_parameters"], content["_buffers"]):
+        _note(container, places)
+
+
+def _redirected(value: Any, twins: dict[int, nn.Module], places: dict[int, Place]) -> Any:
+    if isinstance(value, nn.Module):
+        return twins.get(id(value), value)
+    if isinstance(value, types.MethodType) and id(value.__self__) in twins:
+        return types.MethodType(value.__func__, twins[id(value.__self__)])
+    if isinstance(value, functools.partial):
+        function, args, keywords = (_redirected(v, twins, places) for v in (value.func, value.args, value.keywords))
+        return functools.partial(function, *args, **keywords)
+    if type(value) in (list, tuple, dict):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        new = {key: _redirected(item, twins, places) for key, item in items}
+        old = dict(items) if isinstance(value, dict) else dict(enumerate(value))
+        refers = any(id(item) in places for item in new.values())
+        if refers or any(new[key] is not old[key] for key in new):
+            copy = new if isinstance(value, dict) else type(value)(new.values())
+            if not isinstance(copy, tuple):
+                _note(copy, places)
+            return copy
+    return value
+
+
+def _note(container: dict[Any, Any] | list[Any], places: dict[int, Place]) -> None:
+    """Note the spots of a container that hold a tensor of the module; RNNs' `_flat_weights` is such a container."""
+    for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+        if isinstance(value, Tensor) and id(value) in places:
+            spots = places[id(value)].spots
+            if not any(known is container and k == key for known, k in spots):
+                spots.append((container, key))
+
+
+def _check(params: Iterable[tuple[str, Place]]) -> None:
+    for name, place in params:
+        if isinstance(place.original, UninitializedTensorMixin):
+            raise ValueError(
+                f"parameter {name!r} of a lazy module has no shape yet; got an uninitialised parameter. "
+                "Run the module once on a batch before handing it over."
+            )
+
+
+class _Composed(nn.Module):
+    """Weight normalisation written out: torch's fused one has a wrong second derivative on the CPU."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, g: Tensor, v: Tensor) -> Tensor:
+        return v * (g / torch.norm_except_dim(v, 2, self.dim))
+
+
+def _recompose_weight_norm(twin: nn.Module) -> None:
+    for name, child in twin._modules.items():
+        if isinstance(child, parametrizations._WeightNorm):
+            twin._modules[name] = _Composed(child.dim)
+    hooks = twin.__dict__["_forward_pre_hooks"]
+    if any(isinstance(hook, WeightNorm) for hook in hooks.values()):
+        replaced = {key: _hook(hook) if isinstance(hook, WeightNorm) else hook for key, hook in hooks.items()}
+        twin.__dict__["_forward_pre_hooks"] = replaced
+
+
+def _hook(hook: WeightNorm) -> Callable[[nn.Module, Any], None]:
+    composed = _Composed(hook.dim)
+
+    def compute(module: nn.Module, inputs: Any) -> None:
+        g, v = getattr(module, hook.name + "_g"), getattr(module, hook.name + "_v")
+        setattr(module, hook.name, composed(g, v))
+
+    return compute

@@ -1,0 +1,356 @@
+"""Rollouts: check what is asked, build the step, hand it to the adjoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._adjoint import Adjoint, Unroll
+from ._aggregation import is_zero, weight
+from ._ambient import surroundings
+from ._functional import module_slot
+from ._objective import Loss, Objective, TasksObjective, TreeObjective
+from ._plan import Items, check_ambient, check_count, check_devices
+from ._rules import resolve
+from ._settings import check_group, complete
+from ._step import BDAStep, Group, Update, gradients
+from ._tree import Slots, Template, describe, is_differentiable, map_tensors, named_leaves, replace_tensors
+from ._tree import tensors as tensors_of
+from ._types import InnerState, Record, Rule
+
+
+class Trace(NamedTuple):
+    """The losses of the K steps, detached, on the device: K numbers, or K x B with B tasks.
+
+    Attributes:
+        lower: The lower loss at y_0, ..., y_{K-1}.
+        upper: The upper loss there; NaN at steps that did not evaluate it, None if no step did.
+    """
+
+    lower: Tensor
+    upper: Tensor | None
+
+
+class Hypergradient(NamedTuple):
+    """What `hypergradient` returns.
+
+    Attributes:
+        value: F(x, y_K); with tasks=B the B values.
+        grad: dF/dx (of the sum over tasks) in the same tree as `hyper`; a module becomes a dict of its parameters' names.
+        params: y_K, detached; with tasks=B the task dimension is in front.
+        trace: The losses on the way.
+    """
+
+    value: Tensor
+    grad: Any
+    params: Any
+    trace: Trace
+
+
+class Problem:
+    """A rollout with all its parts checked and its tensors collected.
+
+    Args:
+        lower: The lower loss.
+        upper: The upper loss, or None.
+        rule: The rule of all groups.
+        groups: Per group, the members' indices and the settings.
+        slots: The tensors collected so far; the settings' and the batches' are added.
+        hyper: The user's upper variables.
+        steps: K.
+        batches: One batch per step, or None.
+        tasks: B, or None.
+    """
+
+    def __init__(
+        self,
+        lower: Loss,
+        upper: Loss | None,
+        *,
+        rule: Rule,
+        groups: Sequence[tuple[tuple[int, ...], Mapping[str, Any]]],
+        slots: Slots,
+        hyper: Template,
+        steps: int,
+        batches: Any,
+        tasks: int | None,
+    ) -> None:
+        """Check and collect."""
+        check_ambient()
+        check_count("steps", steps)
+        if tasks is not None:
+            check_count("tasks", tasks)
+        self.lower, self.upper, self.slots, self.hyper, self.tasks = lower, upper, slots, hyper, tasks
+        _check_upper(upper, [settings for _, settings in groups], steps)
+        built = [Group(members, slots.template(dict(s), f"group {i}")) for i, (members, s) in enumerate(groups)]
+        self.update = Update(rule, built, tasks=tasks)
+        self.items = Items(batches, steps, slots, tasks=tasks)
+
+    def run(
+        self, objective: Objective, state: InnerState, values: Sequence[Tensor], adjoint: Adjoint
+    ) -> tuple[InnerState, Trace]:
+        """Roll out from `state`, with `values` in the slots."""
+        check_devices(state.params, zip(self.slots.names, values, strict=True))
+        if self.tasks is not None:
+            objective = TasksObjective(objective, self.tasks)
+        step = BDAStep(objective, self.lower, self.upper, self.update, self.hyper, names=self.slots.names)
+        with surroundings():
+            state, records = adjoint(step, state, tuple(values), self.items)
+        check_finite(records, state.params)
+        return state, _trace(records, self.tasks)
+
+
+def rollout(
+    lower: Loss,
+    upper: Loss | None,
+    params: Any,
+    hyper: Any = None,
+    *,
+    steps: int,
+    lr: Any = None,
+    upper_lr: Any = None,
+    alpha: Any = 0.0,
+    rule: Any = None,
+    prox: Any = None,
+    batches: Any = None,
+    tasks: int | None = None,
+    adjoint: Adjoint | None = None,
+    compile: bool = False,
+    **settings: Any,
+) -> Any:
+    r"""Run K inner steps from y_0 and return y_K, differentiable in all that requires grad.
+
+    .. math:: y_{k+1} = y_k - [ \alpha_k s_u \nabla_y F + (1 - \alpha_k) (y_k - \mathrm{prox}(y_k - D_k)) ]
+
+    Gradients flow into `hyper`, into y_0 (which is cloned first), into tensors among the settings (`lr`, `upper_lr`,
+    `alpha`, the strength of a prox) and into those of `batches`, as the adjoint decides.
+
+    Args:
+        lower: ``f(params, hyper, batch)``, the lower loss.
+        upper: ``F(params, hyper, batch)``; may be None where alpha is 0.
+        params: y_0, a tensor or a tree of tensors.
+        hyper: x, a tensor, a module, or a tree of them.
+        steps: K.
+        lr: s_l; by default the rule's own.
+        upper_lr: s_u; the same as `lr` if None.
+        alpha: The weight of the upper direction: a number, a schedule or a tensor.
+        rule: None for SGD, a class of torch.optim, or `FISTA`.
+        prox: A proximal map of `bda_optim.prox`.
+        batches: One batch per step.
+        tasks: The number B of tasks; every tensor of a batch then has it as its first dimension, and so has the result.
+        adjoint: `Unroll()` by default.
+        compile: Whether to compile the step.
+        **settings: The rule's own, such as `momentum` or `betas`.
+
+    Returns:
+        y_K, in the same tree as `params`.
+
+    >>> x = torch.tensor(3.0, requires_grad=True)
+    >>> y = rollout(lambda y, x, b: 0.5 * (y - x) ** 2, None, torch.tensor(0.0), x, steps=2, lr=0.5)
+    >>> y.item(), torch.autograd.grad(y, x)[0].item()
+    (2.25, 0.75)
+    """
+    slots = Slots()
+    template = slots.template(hyper, "hyper", module_slot(slots))
+    start = [p.clone() for p in _lower_variables(params)]
+    state, _ = _run_tree(
+        lower, upper, params, start, slots, template, list(slots.tensors), steps=steps, batches=batches, tasks=tasks,
+        rule=rule, adjoint=adjoint, compile=compile,
+        settings=dict(lr=lr, upper_lr=upper_lr, alpha=alpha, prox=prox, **settings),
+    )  # fmt: skip
+    return replace_tensors(params, state.params)
+
+
+def hypergradient(
+    lower: Loss,
+    upper: Loss,
+    params: Any,
+    hyper: Any,
+    *,
+    steps: int,
+    lr: Any = None,
+    upper_lr: Any = None,
+    alpha: Any = 0.0,
+    rule: Any = None,
+    prox: Any = None,
+    batches: Any = None,
+    upper_batch: Any = None,
+    tasks: int | None = None,
+    adjoint: Adjoint | None = None,
+    compile: bool = False,
+    **settings: Any,
+) -> Hypergradient:
+    r"""Return F(x, y_K(x)), its derivative with respect to x, and y_K.
+
+    .. math:: \frac{d\varphi_K}{dx} = \partial_x F(x, y_K) + \Big(\frac{d y_K}{dx}\Big)^T \partial_y F(x, y_K)
+
+    Nothing is written to any `.grad`. A tensor of `hyper` that is also `params` itself stands for y_0. The arguments are
+    those of `rollout`, and `upper_batch`, which the last evaluation of `upper` is given.
+
+    Returns:
+        A `Hypergradient` with `value`, `grad`, `params` and `trace`.
+
+    >>> lower = lambda y, x, b: 0.5 * y[0] ** 2 - x * y[0]
+    >>> upper = lambda y, x, b: 0.5 * (x - y[1]) ** 2 + 0.5 * (y[0] - 1) ** 2
+    >>> out = hypergradient(lower, upper, torch.tensor([2.0, 2.0]), torch.tensor(0.0), steps=16, lr=0.2)
+    >>> round(out.grad.item(), 4)
+    -2.9171
+    """
+    if upper is None:
+        raise TypeError("`hypergradient` differentiates the upper loss; got upper=None. Use `rollout` for y_K alone.")
+    slots = Slots()
+    template = slots.template(hyper, "hyper", module_slot(slots))
+    given = [t.detach().requires_grad_(is_differentiable(t)) for t in slots.tensors]
+    place = {id(t): i for i, t in enumerate(slots.tensors)}
+    with torch.enable_grad():
+        start = [given[place[id(p)]].clone() if id(p) in place else p.detach().clone() for p in _lower_variables(params)]
+        state, trace = _run_tree(
+            lower, upper, params, start, slots, template, given, steps=steps, batches=batches, tasks=tasks,
+            rule=rule, adjoint=adjoint, compile=compile,
+            settings=dict(lr=lr, upper_lr=upper_lr, alpha=alpha, prox=prox, **settings),
+        )  # fmt: skip
+        objective: Objective = TreeObjective(params, template)
+        if tasks is not None:
+            objective = TasksObjective(objective, tasks)
+        with surroundings():
+            value, _ = objective(upper, state.params, (), given, upper_batch)
+        _check_value(value, tasks)
+        wanted = [t for t in given if t.requires_grad]
+        found = iter(
+            torch.autograd.grad(value.sum(), wanted, allow_unused=True, materialize_grads=True) if wanted else ()
+        )
+    grads = [next(found) if t.requires_grad else torch.zeros_like(t) for t in given]
+    last = replace_tensors(params, [p.detach() for p in state.params])
+    return Hypergradient(value.detach(), _mirror(hyper, slots, grads), last, trace)
+
+
+def lower_point(
+    lower: Loss, params: Any, hyper: Any = None, batch: Any = None, *, lr: float | Tensor, prox: Any = None
+) -> Any:
+    r"""Return the paper's y~, one proximal step of the lower level from y: what is sparse, or feasible.
+
+    .. math:: \tilde y = \mathrm{prox}_{s_l g}(y - s_l \nabla_y f(x, y))
+
+    With alpha > 0 the iterate y_K itself carries a part of the upper direction; supports are read from y~.
+
+    >>> from bda_optim import prox
+    >>> lower_point(lambda y, x, b: 0.5 * ((y - 1) ** 2).sum(), torch.tensor([3.0, 0.2]), lr=1.0, prox=prox.l1(0.4))
+    tensor([0.6000, 0.6000])
+    """
+    ys = _lower_variables(params)
+    with torch.enable_grad(), surroundings():
+        points = [y.detach().requires_grad_() for y in ys]
+        grads = gradients(lower(replace_tensors(params, points), hyper, batch), points, "lower", 1, create_graph=False)
+    with torch.no_grad():
+        moved = [y if g is None else y - lr * g for y, g in zip(ys, grads, strict=True)]
+        found = moved if prox is None else [prox(y, lr, hyper) for y in moved]
+    return replace_tensors(params, [y.detach() for y in found])
+
+
+def check_finite(records: Sequence[Record], params: Sequence[Tensor]) -> None:
+    """Raise where a loss or the last iterate is not finite: the only look at values, one after all steps."""
+    if not params or params[0].is_meta:
+        return
+    names = [(k, "lower", r.lower) for k, r in enumerate(records, 1)]
+    names += [(k, "upper", r.upper) for k, r in enumerate(records, 1) if r.upper is not None]
+    sums = torch.stack([loss.sum() for _, _, loss in names])
+    whole = torch.stack([torch.isfinite(p).all().to(params[0].device) for p in params]).all()
+    if bool(torch.isfinite(sums).all() & whole):
+        return
+    bad = sorted((k, level) for (k, level, _), ok in zip(names, torch.isfinite(sums).tolist(), strict=True) if not ok)
+    if bad:
+        what = f"the {bad[0][1]} loss is not finite at step k={bad[0][0]} of {len(records)}"
+    else:
+        what = f"the parameters are not finite after the last step, k={len(records)}"
+    raise FloatingPointError(
+        f"the inner loop diverged: {what}. Lower `lr` (or `upper_lr`), check the losses for log(0) or 0/0, and look at "
+        "the `trace` of a shorter loop."
+    )
+
+
+def expand(state: InnerState, tasks: int, rule: Rule) -> InnerState:
+    """Give every tensor of a state a task dimension in front; numbers of an elementwise rule are shared."""
+
+    def grow(t: Tensor) -> Tensor:
+        return t.expand(tasks, *t.shape)
+
+    memory = map_tensors(lambda t: t if rule.elementwise and t.dim() == 0 else grow(t), state.rule)
+    return InnerState(tuple(map(grow, state.params)), memory, tuple(map(grow, state.buffers)))
+
+
+def _run_tree(
+    lower: Loss, upper: Loss | None, params: Any, start: list[Tensor], slots: Slots, template: Template,
+    given: list[Tensor], *, steps: int, batches: Any, tasks: int | None, rule: Any, adjoint: Adjoint | None,
+    compile: bool, settings: dict[str, Any],
+) -> tuple[InnerState, Trace]:  # fmt: skip
+    """Roll out from the tensors `start` of the tree `params`."""
+    chosen = resolve(rule)
+    settings = complete(chosen, settings)
+    check_group(chosen, settings, start)
+    members = tuple(range(len(start)))
+    problem = Problem(
+        lower, upper, rule=chosen, groups=[(members, settings)], slots=slots, hyper=template, steps=steps,
+        batches=batches, tasks=tasks,
+    )  # fmt: skip
+    state = InnerState(tuple(start), (chosen.init([p.detach() for p in start], settings),))
+    if tasks is not None:
+        state = expand(state, tasks, chosen)
+    values = given + problem.slots.tensors[len(given) :]
+    return problem.run(TreeObjective(params, template), state, values, adjoint or Unroll())
+
+
+def _lower_variables(params: Any) -> list[Tensor]:
+    found = tensors_of(params)
+    if not found:
+        raise ValueError(f"`params` must be a tensor or a tree of tensors; got {type(params).__name__} without any. ")
+    for name, leaf in named_leaves(params, "params")[0]:
+        if isinstance(leaf, Tensor) and not is_differentiable(leaf):
+            raise ValueError(f"lower variables must be floating point; got {name}, {describe(leaf)}. Keep it in `hyper`.")
+    return found
+
+
+def _check_upper(upper: Loss | None, groups: Sequence[Mapping[str, Any]], steps: int) -> None:
+    for settings in groups:
+        for k in (1, steps):
+            alpha = weight(settings["alpha"], k)
+            if isinstance(alpha, Tensor) and not alpha.is_meta and not bool(((alpha >= 0) & (alpha < 1)).all()):
+                shown = alpha.item() if alpha.numel() == 1 else "a tensor beyond"
+                raise ValueError(
+                    f"`alpha` must lie in [0, 1) at every step; got {shown} at k={k}. Learn it through a sigmoid."
+                )
+            if upper is None and not is_zero(alpha):
+                raise ValueError(
+                    f"`alpha` is not 0 at step k={k}, so the upper loss is needed in the inner loop; got upper=None. "
+                    "Pass it, or set alpha=0.0."
+                )
+
+
+def _check_value(value: Any, tasks: int | None) -> None:
+    if not isinstance(value, Tensor) or value.numel() != (tasks or 1):
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"the upper loss must be a scalar; got {got}. Reduce it, for example by `.mean()`.")
+
+
+def _trace(records: Sequence[Record], tasks: int | None) -> Trace:
+    shape = () if tasks is None else (tasks,)
+    lower = torch.stack([record.lower.reshape(shape) for record in records])
+    if all(record.upper is None for record in records):
+        return Trace(lower, None)
+    skipped = torch.full_like(lower[0], torch.nan)
+    return Trace(lower, torch.stack([skipped if r.upper is None else r.upper.reshape(shape) for r in records]))
+
+
+def _mirror(hyper: Any, slots: Slots, grads: Sequence[Tensor]) -> Any:
+    """Lay gradients out as `hyper` is."""
+    index = {id(t): i for i, t in enumerate(slots.tensors)}
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, torch.nn.Module):
+            return {name: grads[index[id(p)]] for name, p in value.named_parameters()}
+        return grads[index[id(value)]] if isinstance(value, Tensor) else value
+
+    leaves, spec = named_leaves(hyper, "hyper")
+    return torch.utils._pytree.tree_unflatten([leaf(value) for _, value in leaves], spec)

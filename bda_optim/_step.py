@@ -1,0 +1,185 @@
+"""One inner step as a pure function: gradients of both levels, the rule, the prox, the aggregation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._aggregation import aggregate, is_zero, weight
+from ._objective import Loss, Objective
+from ._tree import Template, fill, over_tasks
+from ._types import InnerState, Item, Record, Rule, Scalar, Settings
+
+Grads = Sequence[Tensor | None]
+
+
+class Group(NamedTuple):
+    """A parameter group: which of the flat parameters it has, and its settings (`lr`, `alpha`, `prox`, ...)."""
+
+    members: tuple[int, ...]
+    settings: Template
+
+
+class Update:
+    """What becomes of the state, given the gradients of both levels."""
+
+    def __init__(self, rule: Rule, groups: Sequence[Group], *, tasks: int | None = None) -> None:
+        """Remember the rule and the groups, and whether every tensor has a task dimension in front."""
+        self.rule, self.groups, self.tasks = rule, tuple(groups), tasks
+
+    def settings(self, hyper: Sequence[Tensor]) -> list[Settings]:
+        """Return the settings of each group, with the tensors of `hyper` in their places."""
+        return [group.settings.fill(hyper) for group in self.groups]
+
+    def points(self, state: InnerState, settings: Sequence[Settings]) -> list[Tensor]:
+        """Return where the gradients are taken: the parameters, unless the rule extrapolates."""
+        points = list(state.params)
+        for group, memory, chosen in zip(self.groups, state.rule, settings, strict=True):
+            moved = self.rule.point([state.params[i] for i in group.members], memory, chosen)
+            for i, point in zip(group.members, moved, strict=True):
+                points[i] = point
+        return points
+
+    def __call__(
+        self, state: InnerState, lower: Grads, upper: Grads, settings: Sequence[Settings], hyper: Any, k: Any
+    ) -> InnerState:
+        """Return the state after step `k`; buffers stay."""
+        params, memories = list(state.params), []
+        for group, memory, chosen in zip(self.groups, state.rule, settings, strict=True):
+            old = [state.params[i] for i in group.members]
+            moves, new_memory = self._moves([lower[i] for i in group.members], memory, old, chosen)
+            memories.append(new_memory)
+            alpha = weight(chosen["alpha"], k)
+            for place, (i, y, move) in enumerate(zip(group.members, old, moves, strict=True)):
+                new = aggregate(
+                    y,
+                    move,
+                    upper[i],
+                    alpha=_nth(alpha, place),
+                    upper_lr=_nth(chosen["lr"] if chosen["upper_lr"] is None else chosen["upper_lr"], place),
+                    prox=self._bind(chosen["prox"], _nth(chosen["lr"], place), hyper),
+                )
+                params[i] = new if new.dtype == y.dtype else new.to(y.dtype)
+        return InnerState(tuple(params), tuple(memories), state.buffers)
+
+    def _moves(self, grads: Grads, memory: Any, params: Sequence[Tensor], settings: Settings) -> Any:
+        if self.tasks is None or self.rule.elementwise:
+            return self.rule.update(grads, memory, params, settings)
+        return over_tasks(lambda g, m, p: self.rule.update(g, m, p, settings), list(grads), memory, list(params))
+
+    def _bind(self, prox: Any, step: Scalar, hyper: Any) -> Callable[[Tensor], Tensor] | None:
+        if prox is None:
+            return None
+        if self.tasks is None or getattr(prox, "separable", False):
+            return lambda y: prox(y, step, hyper)
+        return lambda y: over_tasks(lambda one: prox(one, step, hyper), y)
+
+
+class BDAStep:
+    """``step(state, hyper, item) -> (state, record)``; builds a graph if grad mode is on."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        lower: Loss,
+        upper: Loss | None,
+        update: Update,
+        hyper: Template,
+        *,
+        names: Sequence[str] = (),
+        constant_gradients: bool = False,
+    ) -> None:
+        """Put the parts together.
+
+        Args:
+            objective: Evaluates a loss at flat parameters.
+            lower: The lower loss f.
+            upper: The upper loss F; evaluated only in steps where some `alpha` is not plainly 0.
+            update: Rule, prox and aggregation.
+            hyper: The user's tree of upper variables, as the prox is shown it.
+            names: What messages call the tensors of `hyper`.
+            constant_gradients: Whether both gradients count as constants (first-order MAML).
+        """
+        self._parts = (objective, lower, upper, update, hyper)
+        self._objective, self._lower, self._upper, self._update, self._hyper = self._parts
+        self.names, self._constant = tuple(names), constant_gradients
+
+    def first_order(self) -> BDAStep:
+        """Return the same step with the gradients of both losses taken as constants."""
+        return BDAStep(*self._parts, names=self.names, constant_gradients=True)
+
+    def __call__(self, state: InnerState, hyper: tuple[Tensor, ...], item: Item) -> tuple[InnerState, Record]:
+        """Take step ``item.k``."""
+        graph = torch.is_grad_enabled() and not self._constant
+        settings = self._update.settings(hyper)
+        points = self._update.points(state, settings)
+        batch = fill(item.batch, hyper)
+        none: Grads = [None] * len(points)
+        with torch.enable_grad():  # the caller may be in a validation loop under no_grad
+            points = [p if graph and p.requires_grad else p.detach().requires_grad_() for p in points]
+            f, buffers = self._objective(self._lower, points, state.buffers, hyper, batch)
+            lower = gradients(f, points, "lower", item.k, create_graph=graph, tasks=self._update.tasks)
+            big_f, upper = None, none
+            if not all(is_zero(weight(chosen["alpha"], item.k)) for chosen in settings):
+                if self._upper is None:
+                    raise ValueError(
+                        f"`alpha` is not 0 at step k={item.k}, so the upper loss is needed in the inner loop; got upper=None. "
+                        "Pass it, or set alpha=0.0."
+                    )
+                big_f, _ = self._objective(self._upper, points, state.buffers, hyper, batch)
+                upper = gradients(big_f, points, "upper", item.k, create_graph=graph, tasks=self._update.tasks)
+        new = self._update(state, lower, upper, settings, self._hyper.fill(hyper), item.k)
+        record = Record(f.detach(), None if big_f is None else big_f.detach())
+        return new._replace(buffers=buffers), record
+
+
+def gradients(
+    loss: Any,
+    points: Sequence[Tensor],
+    level: str,
+    k: Any,
+    *,
+    create_graph: bool,
+    retain_graph: bool | None = None,
+    tasks: int | None = None,
+) -> Grads:
+    """Return the gradient of a loss (of the sum of the tasks' losses) with respect to `points`.
+
+    None stands where the loss does not depend on a point.
+
+    Raises:
+        TypeError: If the loss is no tensor.
+        ValueError: If it is not a scalar, or the lower loss depends on no parameter at all.
+    """
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"the {level} loss must be a scalar tensor; got {type(loss).__name__} at step k={k}. "
+            "Return the loss itself, not `.item()`."
+        )
+    if loss.numel() != (tasks or 1):
+        shape = tuple(loss.shape[1:] if tasks else loss.shape)
+        raise ValueError(
+            f"the {level} loss must be a scalar; got shape {shape} at step k={k}. "
+            "Reduce it, for example by `.mean()`."
+        )
+    found: Grads = [None] * len(points)
+    if loss.requires_grad:
+        found = torch.autograd.grad(
+            loss.sum(), points, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
+        )
+    if level == "lower" and all(g is None for g in found):
+        raise ValueError(
+            f"the lower loss does not depend on any parameter that the optimizer adapts; got a loss at step k={k} whose "
+            "graph reaches none of them. Compute it with the `net` (or `params`) that the loss function receives, not "
+            "with the original module, and without `.detach()` or `no_grad()`."
+        )
+    return found
+
+
+def _nth(setting: Any, place: int) -> Scalar:
+    """Return a setting of the parameter at `place`: a list has one tensor per parameter."""
+    chosen: Scalar = setting[place] if isinstance(setting, list) else setting
+    return chosen

@@ -1,0 +1,90 @@
+"""Tangents of a rollout: derivatives carried forward beside the state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._tree import is_differentiable
+
+Flows = list[Tensor | None]
+"""One derivative per tensor, with the P scalars in front; None where it is zero."""
+
+
+def identity(leaves: Sequence[Tensor], size: int) -> Flows:
+    """Return the derivatives of `leaves` with respect to the P = `size` scalars of those that require grad."""
+    found: Flows = []
+    offset = 0
+    for leaf in leaves:
+        if not leaf.requires_grad:
+            found.append(None)
+            continue
+        flow = torch.zeros(size, leaf.numel(), dtype=leaf.dtype, device=leaf.device)
+        flow[offset : offset + leaf.numel()] = torch.eye(leaf.numel(), dtype=leaf.dtype, device=leaf.device)
+        found.append(flow.reshape(size, *leaf.shape))
+        offset += leaf.numel()
+    return found
+
+
+def push(outputs: Sequence[Tensor], inputs: Sequence[Tensor], flows: Flows) -> Flows:
+    """Push tangents through a recorded step, all of them through the same evaluation of it.
+
+    The pull-back of a step is linear in the cotangent, so its transpose, which reverse mode gives as well, is the
+    push-forward; `is_grads_batched` maps it over the tangents.
+    """
+    found: Flows = [None] * len(outputs)
+    moving = [(x, flow) for x, flow in zip(inputs, flows, strict=True) if flow is not None]
+    targets = [i for i, output in enumerate(outputs) if output.requires_grad]
+    if not targets or not moving:
+        return found
+    duals = [torch.zeros_like(outputs[i], requires_grad=True) for i in targets]
+    pulled = torch.autograd.grad(
+        [outputs[i] for i in targets], [x for x, _ in moving], duals, create_graph=True, allow_unused=True
+    )
+    linear = [(p, flow) for p, (_, flow) in zip(pulled, moving, strict=True) if p is not None and p.requires_grad]
+    if linear:
+        seeds = [flow for _, flow in linear]
+        pushed = torch.autograd.grad([p for p, _ in linear], duals, seeds, is_grads_batched=True, allow_unused=True)
+        for i, tangent in zip(targets, pushed, strict=True):
+            found[i] = None if tangent is None else tangent.detach()
+    return found
+
+
+class Attached(torch.autograd.Function):
+    """Gives values a derivative that is known: ``Attached.apply(values, flows, *inputs)``."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Sequence[Tensor], flows: Flows, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the values."""
+        ctx.inputs = [(t.shape, t.dtype, t.device) for t in inputs]
+        ctx.carries = [flow is not None for flow in flows]
+        ctx.save_for_backward(*(flow for flow in flows if flow is not None))
+        ctx.set_materialize_grads(False)
+        outputs = tuple(t.detach().clone() for t in values)
+        ctx.mark_non_differentiable(*(t for t in outputs if not is_differentiable(t)))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Contract the cotangents with the derivatives."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "`ForwardMode` gives no second derivative of the hypergradient; got create_graph=True. "
+                "Use `Unroll()` or `Checkpointed()`."
+            )
+        flows = iter(ctx.saved_tensors)
+        parts = []
+        for carries, cotangent in zip(ctx.carries, cotangents, strict=True):
+            flow = next(flows) if carries else None
+            if flow is not None and cotangent is not None:
+                parts.append(flow.flatten(1) @ cotangent.flatten())
+        if not parts:
+            return (None,) * (2 + len(ctx.inputs))
+        total = torch.stack(parts).sum(0)
+        pieces = total.split([math.prod(shape) for shape, _, _ in ctx.inputs])
+        whole = zip(pieces, ctx.inputs, strict=True)
+        return None, None, *(p.reshape(shape).to(device, dtype) for p, (shape, dtype, device) in whole)

@@ -1,0 +1,171 @@
+"""Trees of tensors, and slots: the tensors that a rollout differentiates, each counted once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree of dicts, lists and tuples, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Apply `function` to every tensor of a tree; other leaves stay."""
+    return pytree.tree_map_only(Tensor, function, tree)
+
+
+def detach(tree: Any) -> Any:
+    """Cut every tensor of a tree off its graph."""
+    return map_tensors(Tensor.detach, tree)
+
+
+def replace_tensors(tree: Any, values: Sequence[Any]) -> Any:
+    """Put `values` where the tensors of a tree stand, in order."""
+    leaves, spec = pytree.tree_flatten(tree)
+    source = iter(values)
+    return pytree.tree_unflatten([next(source) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def named_leaves(tree: Any, name: str) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
+    """Flatten a tree and name every leaf by its path, for example ``hyper['w'][0]``."""
+    leaves, spec = pytree.tree_flatten_with_path(tree)
+    return [(name + pytree.keystr(path), leaf) for path, leaf in leaves], spec
+
+
+@runtime_checkable
+class Filler(Protocol):
+    """A leaf that becomes a value once the tensors of the slots are known."""
+
+    def fill(self, values: Sequence[Tensor]) -> Any:
+        """Return the value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Stands for the tensor number `index`."""
+
+    index: int
+
+    def fill(self, values: Sequence[Tensor]) -> Tensor:
+        """Return that tensor."""
+        return values[self.index]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fields:
+    """A dataclass (a schedule, a prox) some of whose fields are slots."""
+
+    value: Any
+    slots: dict[str, Slot]
+
+    def fill(self, values: Sequence[Tensor]) -> Any:
+        return dataclasses.replace(self.value, **{name: slot.fill(values) for name, slot in self.slots.items()})
+
+
+class Template:
+    """A tree with slots in the place of tensors."""
+
+    def __init__(self, leaves: list[Any], spec: pytree.TreeSpec) -> None:
+        """Remember the leaves and which of them are to be filled."""
+        self._leaves, self._spec = leaves, spec
+        self._fillers = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Filler)]
+        self._constant = None if self._fillers else pytree.tree_unflatten(leaves, spec)
+
+    def fill(self, values: Sequence[Tensor]) -> Any:
+        """Return the tree with the slots' tensors in place."""
+        if not self._fillers:
+            return self._constant
+        leaves = list(self._leaves)
+        for i, filler in self._fillers:
+            leaves[i] = filler.fill(values)
+        return pytree.tree_unflatten(leaves, self._spec)
+
+
+def fill(tree: Any, values: Sequence[Tensor]) -> Any:
+    """Return a tree with the slots that are its leaves replaced by their tensors."""
+    leaves, spec = pytree.tree_flatten(tree)
+    if not any(isinstance(leaf, Slot) for leaf in leaves):
+        return tree
+    return pytree.tree_unflatten([leaf.fill(values) if isinstance(leaf, Slot) else leaf for leaf in leaves], spec)
+
+
+class Slots:
+    """Collects tensors, the same object once, and remembers a name for messages."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.tensors: list[Tensor] = []
+        self.names: list[str] = []
+        self._index: dict[int, int] = {}
+
+    def put(self, tensor: Tensor, name: str) -> Slot:
+        """Return the slot of `tensor`, a new one unless it has one already."""
+        index = self._index.setdefault(id(tensor), len(self.tensors))
+        if index == len(self.tensors):
+            self.tensors.append(tensor)
+            self.names.append(name)
+        return Slot(index)
+
+    def template(self, tree: Any, name: str, special: Callable[[Any, str], Any] | None = None) -> Template:
+        """Turn every tensor of a tree, and of the dataclasses in it, into a slot.
+
+        Args:
+            tree: Dicts, lists and tuples of tensors, dataclasses and anything else.
+            name: What messages call the tree.
+            special: Is shown each other leaf with its name, and returns what stands in its place.
+        """
+        leaves, spec = named_leaves(tree, name)
+        return Template([self._leaf(leaf, path, special) for path, leaf in leaves], spec)
+
+    def _leaf(self, leaf: Any, name: str, special: Callable[[Any, str], Any] | None) -> Any:
+        if isinstance(leaf, Tensor):
+            return self.put(leaf, name)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init}
+            slots = {key: self.put(value, f"{name}.{key}") for key, value in found.items() if isinstance(value, Tensor)}
+            return _Fields(leaf, slots) if slots else leaf
+        return special(leaf, name) if special else leaf
+
+
+def is_differentiable(tensor: Tensor) -> bool:
+    """Whether a tensor's dtype can carry a gradient at all."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def describe(tensor: Tensor) -> str:
+    """Say what a tensor is, for messages: shape, dtype and device."""
+    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    return f"{shape} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+
+
+def any_requires_grad(tree: Any) -> bool:
+    """Whether grad mode is on and some tensor of the tree requires grad."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors(tree))
+
+
+def over_tasks(function: Callable[..., Any], *trees: Any) -> Any:
+    """Map `function` over the first dimension of every tensor of `trees`; other leaves are shared by the tasks.
+
+    What `function` returns may be any tree; its tensors come back with the task dimension in front.
+    """
+    leaves, spec = pytree.tree_flatten(trees)
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    result: list[Any] = []
+
+    def one(*values: Tensor) -> tuple[Tensor, ...]:
+        mapped = list(leaves)
+        for i, value in zip(where, values, strict=True):
+            mapped[i] = value
+        result[:] = [function(*pytree.tree_unflatten(mapped, spec))]
+        return tuple(tensors(result))
+
+    # Dropout draws a mask of its own for each task.
+    out = torch.func.vmap(one, randomness="different")(*(leaves[i] for i in where))
+    return replace_tensors(result, out)[0]
