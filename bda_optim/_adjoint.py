@@ -1,7 +1,7 @@
 """Adjoints: how the backward pass of a rollout is obtained.
 
-Each one is called ``adjoint(step, state, hyper, items)`` and runs ``step(state, hyper, item)`` once per item. It returns
-the last state, differentiable as its docstring says, and the list of records. An adjoint knows the step only as a
+Each one is called ``adjoint(step, state, hyper, items)`` and runs ``step(state, hyper, item)`` for each item. It returns the
+last state, differentiable as its docstring says, and the list of records. An adjoint knows the step only as a
 function, the state as a tree of tensors and numbers, and `hyper` as a tuple of tensors.
 
 | adjoint | hypergradient | steps evaluated | memory | choose it |
@@ -47,7 +47,8 @@ class Unroll:
 
     Tensors that a loss captures by closure are differentiated too, as autograd does.
 
-    >>> y, _ = Unroll()(lambda y, x, k: (x[0] * y, None), torch.ones(()), (torch.tensor(3.0, requires_grad=True),), [1, 2])
+    >>> x = torch.tensor(3.0, requires_grad=True)
+    >>> y, _ = Unroll()(lambda y, x, k: (x[0] * y, None), torch.ones(()), (x,), [1, 2])
     >>> y
     tensor(9., grad_fn=<MulBackward0>)
     """
@@ -157,7 +158,7 @@ class Checkpointed:
                 return Unroll()(step, state, hyper, items)
         every = None if self.slots else self.every or math.isqrt(len(items) - 1) + 1
         replay = Replay(step, state, hyper, items, every=every, slots=self.slots or 0)
-        leaves: tuple[Tensor, ...] = Replayed.apply(replay, *tensors(state), *hyper)
+        leaves: tuple[Tensor, ...] = Replayed.apply(replay, *tensors(state), *hyper)  # type: ignore[no-untyped-call]
         return replace_tensors(replay.last, leaves), replay.records
 
 
@@ -201,7 +202,9 @@ class ForwardMode:
                 refuse_captured(after, before + fixed)
                 flows = push(after, before + fixed, flows) + flows[count:]
                 records.append(record)
-        last: tuple[Tensor, ...] = Attached.apply(tensors(state), flows[:count], *inputs)
+        last: tuple[Tensor, ...] = Attached.apply(  # type: ignore[no-untyped-call]
+            tensors(state), flows[:count], *inputs
+        )
         return replace_tensors(state, last), records
 
 

@@ -2,8 +2,8 @@ r"""The aggregated step of Bi-level Descent Aggregation (BDA).
 
 .. math:: y_{k+1} = y_k - \big[ \alpha_k s_u \nabla_y F + (1 - \alpha_k) (y_k - \mathrm{prox}_{s_l g}(y_k - D_k)) \big]
 
-where ``D_k`` is what the rule makes of the lower gradient (plain SGD: ``s_l grad f``). The weight ``alpha_k`` belongs to
-the UPPER level, with and without a prox. (The paper's nonsmooth appendix has it in front of the lower direction; as
+where ``D_k`` is what the rule makes of the lower gradient (plain SGD: ``s_l grad f``). The weight ``alpha_k`` belongs
+to the UPPER level, with and without a prox. (The paper's nonsmooth appendix has it in front of the lower direction; as
 ``alpha_k -> 0`` the upper level would win and the stated limit would not hold, so that is a slip.)
 
 Reference: Liu et al., "A Generic First-Order Algorithmic Framework for Bi-Level Programming Beyond Lower-Level

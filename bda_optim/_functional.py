@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrizations
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -185,7 +185,7 @@ def _note(container: dict[Any, Any] | list[Any], places: dict[int, Place]) -> No
 
 def _check(params: Iterable[tuple[str, Place]]) -> None:
     for name, place in params:
-        if isinstance(place.original, UninitializedTensorMixin):
+        if isinstance(place.original, UninitializedParameter | UninitializedBuffer):
             raise ValueError(
                 f"parameter {name!r} of a lazy module has no shape yet; got an uninitialised parameter. "
                 "Run the module once on a batch before handing it over."

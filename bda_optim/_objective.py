@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,13 +19,8 @@ Loss: TypeAlias = Callable[[Any, Any, Any], Tensor]
 Buffers: TypeAlias = tuple[Tensor, ...]
 
 
-class Objective(Protocol):
-    """Evaluates a loss at flat parameters; gives the value and the buffers as the forward pass left them."""
-
-    def __call__(
-        self, loss: Loss, params: Sequence[Tensor], buffers: Buffers, hyper: Sequence[Tensor], batch: Any
-    ) -> tuple[Tensor, Buffers]:
-        """Return ``(loss, buffers)``."""
+Objective: TypeAlias = Callable[[Loss, Sequence[Tensor], Buffers, Sequence[Tensor], Any], tuple[Tensor, Buffers]]
+"""``objective(loss, params, buffers, hyper, batch)`` -> the loss at flat tensors, and the buffers as it left them."""
 
 
 class TreeObjective:

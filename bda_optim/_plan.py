@@ -24,7 +24,9 @@ def check_ambient() -> None:
 def check_count(name: str, value: Any) -> int:
     """Return a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{name}` must be a whole number of at least 1; got {value!r}. Ask for one {name[:-1]} or more.")
+        raise ValueError(
+            f"`{name}` must be a whole number of at least 1; got {value!r}. Ask for one {name[:-1]} or more."
+        )
     return value
 
 
@@ -93,7 +95,9 @@ class Items(Sequence[Item]):
         if self._tasks is not None:
             for tensor in tensors(batch):
                 _check_task_dimension(tensor, self._tasks, f"batches[{number}]")
-        return map_tensors(lambda t: self._slots.put(t, f"a tensor of batches[{number}]") if t.requires_grad else t, batch)
+        return map_tensors(
+            lambda t: self._slots.put(t, f"a tensor of batches[{number}]") if t.requires_grad else t, batch
+        )
 
 
 def _check_task_dimension(tensor: Tensor, tasks: int, name: str) -> None:

@@ -195,8 +195,9 @@ class Replay:
                 self._ambient.compare(outputs, tensors(known))
         found = pull_back(outputs, inputs, cotangents)
         for i, grad in enumerate(found[self._count :]):
+            known = total[i]
             if grad is not None:
-                total[i] = grad if total[i] is None else total[i] + grad
+                total[i] = grad if known is None else known + grad
         return found[: self._count]
 
     def _split(self, state: Any, leaves: Sequence[Tensor]) -> tuple[Any, tuple[Tensor, ...]]:

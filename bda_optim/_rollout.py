@@ -206,7 +206,9 @@ def hypergradient(
     given = [t.detach().requires_grad_(is_differentiable(t)) for t in slots.tensors]
     place = {id(t): i for i, t in enumerate(slots.tensors)}
     with torch.enable_grad():
-        start = [given[place[id(p)]].clone() if id(p) in place else p.detach().clone() for p in _lower_variables(params)]
+        start = [
+            given[place[id(p)]].clone() if id(p) in place else p.detach().clone() for p in _lower_variables(params)
+        ]
         state, trace = _run_tree(
             lower, upper, params, start, slots, template, given, steps=steps, batches=batches, tasks=tasks,
             rule=rule, adjoint=adjoint, compile=compile,
@@ -241,13 +243,14 @@ def lower_point(
     tensor([0.6000, 0.6000])
     """
     ys = _lower_variables(params)
+    settings = complete(resolve(None), {"lr": lr, "prox": prox})
+    check_group(resolve(None), settings, ys)
     with torch.enable_grad(), surroundings():
         points = [y.detach().requires_grad_() for y in ys]
         grads = gradients(lower(replace_tensors(params, points), hyper, batch), points, "lower", 1, create_graph=False)
     with torch.no_grad():
-        moved = [y if g is None else y - lr * g for y, g in zip(ys, grads, strict=True)]
-        found = moved if prox is None else [prox(y, lr, hyper) for y in moved]
-    return replace_tensors(params, [y.detach() for y in found])
+        update = Update(resolve(None), [Group(tuple(range(len(ys))), Template.constant(settings))])
+        return replace_tensors(params, update.lower_point(ys, grads, update.settings(()), hyper))
 
 
 def check_finite(records: Sequence[Record], params: Sequence[Tensor]) -> None:
@@ -308,7 +311,9 @@ def _lower_variables(params: Any) -> list[Tensor]:
         raise ValueError(f"`params` must be a tensor or a tree of tensors; got {type(params).__name__} without any. ")
     for name, leaf in named_leaves(params, "params")[0]:
         if isinstance(leaf, Tensor) and not is_differentiable(leaf):
-            raise ValueError(f"lower variables must be floating point; got {name}, {describe(leaf)}. Keep it in `hyper`.")
+            raise ValueError(
+                f"lower variables must be floating point; got {name}, {describe(leaf)}. Keep it in `hyper`."
+            )
     return found
 
 

@@ -45,7 +45,9 @@ def check_group(rule: Rule, settings: Mapping[str, Any], params: Sequence[Tensor
         raise ValueError(f"`upper_lr` must be a number of at least 0; got {upper_lr}. Leave it out to follow `lr`.")
     _check_alpha(alpha)
     if prox is not None and not callable(prox):
-        raise TypeError(f"`prox` must be a proximal map; got {prox!r}. Use one of `bda_optim.prox`, such as `prox.l1(0.1)`.")
+        raise TypeError(
+            f"`prox` must be a proximal map; got {prox!r}. Use one of `bda_optim.prox`, such as `prox.l1(0.1)`."
+        )
     if prox is not None and isinstance(settings["lr"], list) and not getattr(prox, "separable", False):
         raise ValueError(
             f"a prox that couples the elements has no meaning with one rate per element; got {prox!r} and a list as `lr`. "
@@ -70,4 +72,6 @@ def _check_alpha(alpha: Any) -> None:
     if isinstance(alpha, bool) or not isinstance(alpha, int | float):
         raise TypeError(f"`alpha` must be a number, a schedule or a tensor; got {alpha!r}. Use `harmonic(0.5)`.")
     if not 0 <= alpha < 1:
-        raise ValueError(f"`alpha` must lie in [0, 1) at every step; got {alpha} at k=1. Use `harmonic(0.5)` or clip it.")
+        raise ValueError(
+            f"`alpha` must lie in [0, 1) at every step; got {alpha} at k=1. Use `harmonic(0.5)` or clip it."
+        )

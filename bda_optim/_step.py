@@ -44,15 +44,20 @@ class Update:
         return points
 
     def __call__(
-        self, state: InnerState, lower: Grads, upper: Grads, settings: Sequence[Settings], hyper: Any, k: Any
+        self,
+        state: InnerState,
+        lower: Grads,
+        upper: Grads,
+        settings: Sequence[Settings],
+        weights: Sequence[Any],
+        hyper: Any,
     ) -> InnerState:
-        """Return the state after step `k`; buffers stay."""
+        """Return the next state; `weights` are the groups' alpha_k, and buffers stay."""
         params, memories = list(state.params), []
-        for group, memory, chosen in zip(self.groups, state.rule, settings, strict=True):
+        for group, memory, chosen, alpha in zip(self.groups, state.rule, settings, weights, strict=True):
             old = [state.params[i] for i in group.members]
             moves, new_memory = self._moves([lower[i] for i in group.members], memory, old, chosen)
             memories.append(new_memory)
-            alpha = weight(chosen["alpha"], k)
             for place, (i, y, move) in enumerate(zip(group.members, old, moves, strict=True)):
                 new = aggregate(
                     y,
@@ -64,6 +69,18 @@ class Update:
                 )
                 params[i] = new if new.dtype == y.dtype else new.to(y.dtype)
         return InnerState(tuple(params), tuple(memories), state.buffers)
+
+    def lower_point(
+        self, params: Sequence[Tensor], grads: Grads, settings: Sequence[Settings], hyper: Any
+    ) -> list[Tensor]:
+        """Return one plain proximal step of the lower level: the paper's ``y~ = prox(y - lr grad f)``."""
+        found = list(params)
+        for group, chosen in zip(self.groups, settings, strict=True):
+            for place, i in enumerate(group.members):
+                lr, grad = _nth(chosen["lr"], place), grads[i]
+                prox = self._bind(chosen["prox"], lr, hyper) or (lambda y: y)
+                found[i] = prox(params[i] if grad is None else params[i] - lr * grad)
+        return found
 
     def _moves(self, grads: Grads, memory: Any, params: Sequence[Tensor], settings: Settings) -> Any:
         if self.tasks is None or self.rule.elementwise:
@@ -117,13 +134,13 @@ class BDAStep:
         settings = self._update.settings(hyper)
         points = self._update.points(state, settings)
         batch = fill(item.batch, hyper)
-        none: Grads = [None] * len(points)
+        weights = [weight(chosen["alpha"], item.k) for chosen in settings]
         with torch.enable_grad():  # the caller may be in a validation loop under no_grad
             points = [p if graph and p.requires_grad else p.detach().requires_grad_() for p in points]
             f, buffers = self._objective(self._lower, points, state.buffers, hyper, batch)
             lower = gradients(f, points, "lower", item.k, create_graph=graph, tasks=self._update.tasks)
-            big_f, upper = None, none
-            if not all(is_zero(weight(chosen["alpha"], item.k)) for chosen in settings):
+            big_f, upper = None, no_gradients(points)
+            if not all(map(is_zero, weights)):
                 if self._upper is None:
                     raise ValueError(
                         f"`alpha` is not 0 at step k={item.k}, so the upper loss is needed in the inner loop; got upper=None. "
@@ -131,7 +148,7 @@ class BDAStep:
                     )
                 big_f, _ = self._objective(self._upper, points, state.buffers, hyper, batch)
                 upper = gradients(big_f, points, "upper", item.k, create_graph=graph, tasks=self._update.tasks)
-        new = self._update(state, lower, upper, settings, self._hyper.fill(hyper), item.k)
+        new = self._update(state, lower, upper, settings, weights, self._hyper.fill(hyper))
         record = Record(f.detach(), None if big_f is None else big_f.detach())
         return new._replace(buffers=buffers), record
 
@@ -162,10 +179,9 @@ def gradients(
     if loss.numel() != (tasks or 1):
         shape = tuple(loss.shape[1:] if tasks else loss.shape)
         raise ValueError(
-            f"the {level} loss must be a scalar; got shape {shape} at step k={k}. "
-            "Reduce it, for example by `.mean()`."
+            f"the {level} loss must be a scalar; got shape {shape} at step k={k}. Reduce it, for example by `.mean()`."
         )
-    found: Grads = [None] * len(points)
+    found = no_gradients(points)
     if loss.requires_grad:
         found = torch.autograd.grad(
             loss.sum(), points, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
@@ -177,6 +193,11 @@ def gradients(
             "with the original module, and without `.detach()` or `no_grad()`."
         )
     return found
+
+
+def no_gradients(points: Sequence[Tensor]) -> Grads:
+    """Return the gradients of a loss that depends on nothing."""
+    return [None] * len(points)
 
 
 def _nth(setting: Any, place: int) -> Scalar:

@@ -78,6 +78,11 @@ class Template:
         self._fillers = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Filler)]
         self._constant = None if self._fillers else pytree.tree_unflatten(leaves, spec)
 
+    @classmethod
+    def constant(cls, tree: Any) -> Template:
+        """Return a template that has no slots: `fill` gives `tree` itself, whatever tensors it holds."""
+        return cls([tree], pytree.tree_structure(0))
+
     def fill(self, values: Sequence[Tensor]) -> Any:
         """Return the tree with the slots' tensors in place."""
         if not self._fillers:

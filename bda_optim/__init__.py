@@ -1,0 +1,36 @@
+"""bda_optim: differentiable inner loops for bilevel optimisation in PyTorch, with Bi-level Descent Aggregation."""
+
+from . import _prox as prox
+from ._adjoint import Checkpointed, FirstOrder, ForwardMode, Truncated, Unroll
+from ._innerloop import DiffOptimizer, innerloop_ctx
+from ._module import FunctionalModule
+from ._optimizer import BDAInnerOptimizer
+from ._rollout import Hypergradient, Trace, hypergradient, lower_point, rollout
+from ._rules import FISTA
+from ._schedules import constant, geometric, harmonic, polynomial, theory
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FISTA",
+    "BDAInnerOptimizer",
+    "Checkpointed",
+    "DiffOptimizer",
+    "FirstOrder",
+    "ForwardMode",
+    "FunctionalModule",
+    "Hypergradient",
+    "Trace",
+    "Truncated",
+    "Unroll",
+    "constant",
+    "geometric",
+    "harmonic",
+    "hypergradient",
+    "innerloop_ctx",
+    "lower_point",
+    "polynomial",
+    "prox",
+    "rollout",
+    "theory",
+]

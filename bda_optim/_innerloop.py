@@ -1,0 +1,205 @@
+"""The inner loop that the user writes: `innerloop_ctx` and `diffopt.step`, as in `higher`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ._aggregation import is_zero, weight
+from ._functional import Skeleton
+from ._module import FunctionalModule
+from ._optimizer import BDAInnerOptimizer, from_torch, refuse_extrapolation
+from ._plan import check_ambient, check_count
+from ._prox import NO_HYPER
+from ._rollout import check_finite
+from ._settings import check_group
+from ._step import Group, Update, gradients, no_gradients
+from ._tree import Template, detach
+from ._types import InnerState, Record
+
+Override = Mapping[str, Any]
+GradCallback = Callable[[list[Tensor | None]], Sequence[Tensor | None]]
+
+
+@contextlib.contextmanager
+def innerloop_ctx(
+    model: nn.Module,
+    opt: Optimizer,
+    device: torch.device | str | None = None,
+    copy_initial_weights: bool = True,
+    override: Override | None = None,
+    track_higher_grads: bool = True,
+    *,
+    steps: int | None = None,
+    last: int | None = None,
+    first_order: bool = False,
+) -> Iterator[tuple[FunctionalModule, DiffOptimizer]]:
+    """Open an inner loop on a functional copy of `model`; the model and the optimizer are not touched.
+
+    Args:
+        model: The module.
+        opt: A `BDAInnerOptimizer`, or an optimizer of torch.optim (then alpha is 0). Its state is copied.
+        device: Where the loop runs; where the module is, by default.
+        copy_initial_weights: Whether y_0 is a constant; if False, gradients reach the module's own parameters.
+        override: Settings to use instead of the optimizer's: name to a value, or to a list with one per group.
+        track_higher_grads: Whether steps are differentiated at all; False for adaptation at test time.
+        steps: K, needed with `last`.
+        last: Differentiate only the last T of K steps; the others keep no graph.
+        first_order: Take the inner gradients as constants (first-order MAML).
+
+    Yields:
+        The functional module and the differentiable optimizer, whose `step` takes the losses.
+
+    Raises:
+        FloatingPointError: On leaving, if a loss was not finite; says at which step.
+
+    >>> model = nn.Linear(1, 1)
+    >>> inner = BDAInnerOptimizer(model.parameters(), lr=0.1)
+    >>> with innerloop_ctx(model, inner, copy_initial_weights=False) as (fmodel, diffopt):
+    ...     for _ in range(3):
+    ...         _ = diffopt.step((fmodel(torch.ones(1)) - 1).square().sum())
+    ...     (fmodel(torch.ones(1)) - 2).square().sum().backward()
+    >>> model.weight.grad is not None
+    True
+    """
+    check_ambient()
+    cut = _cut(steps, last, copy_initial_weights)
+    inner, skeleton = from_torch(opt), Skeleton(model)
+    names, originals = inner._owned(model)
+    state = inner._initial(originals, skeleton, copy_initial_weights=copy_initial_weights, device=device)
+    if device is not None:
+        for place in skeleton.params.values():
+            place.put(place.original.to(device))
+    state = state._replace(params=tuple(p if p.requires_grad else p.requires_grad_() for p in state.params))
+    fmodel = FunctionalModule(skeleton, names, state, inner._update())
+    diffopt = DiffOptimizer(
+        fmodel, inner, override=override, track=track_higher_grads, cut=cut, steps=steps, first_order=first_order
+    )
+    yield fmodel, diffopt
+    diffopt.check()
+
+
+class DiffOptimizer:
+    """Takes differentiable steps on a functional module.
+
+    Attributes:
+        k: How many steps were taken.
+    """
+
+    def __init__(
+        self,
+        fmodel: FunctionalModule,
+        inner: BDAInnerOptimizer,
+        *,
+        override: Override | None = None,
+        track: bool = True,
+        cut: int = 0,
+        steps: int | None = None,
+        first_order: bool = False,
+    ) -> None:
+        """Start at k = 0 from the state inside `fmodel`."""
+        self._fmodel, self._rule, self.k = fmodel, inner.rule, 0
+        self._groups = [(members, dict(settings)) for members, settings in inner._groups()]
+        self._track, self._cut, self._steps, self._first_order = track, cut, steps, first_order
+        self._records: list[Record] = []
+        self._apply(override)
+        refuse_extrapolation(self._update, fmodel._state, "innerloop_ctx")
+
+    def step(
+        self,
+        lower: Tensor,
+        upper: Tensor | None = None,
+        *,
+        override: Override | None = None,
+        grad_callback: GradCallback | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Take one step; the functional module has the new parameters afterwards.
+
+        Args:
+            lower: The lower loss, computed with the functional module.
+            upper: The upper loss; may be left out where alpha is 0.
+            override: Settings that replace the optimizer's from this step on.
+            grad_callback: Is shown the list of lower gradients (None where there is none) and returns those to use.
+
+        Returns:
+            The new parameters.
+        """
+        if self._steps is not None and self.k == self._steps:
+            raise ValueError(
+                f"the loop was opened with steps={self._steps}; got one step more. Open it with more steps."
+            )
+        self._apply(override)
+        k, state = self.k + 1, self._fmodel._state
+        settings = self._update.settings(())
+        weights = [weight(chosen["alpha"], k) for chosen in settings]
+        aggregates = not all(map(is_zero, weights))
+        if aggregates and upper is None:
+            raise ValueError(
+                f"`alpha` is not 0 at step k={k}, so the step needs the upper loss too; got only the lower one. "
+                "Write `diffopt.step(lower, upper)`, or set alpha=0.0."
+            )
+        track = self._track and k > self._cut
+        graph = track and not self._first_order
+        lower_grads = gradients(lower, state.params, "lower", k, create_graph=graph, retain_graph=aggregates or graph)
+        upper_grads = no_gradients(state.params)
+        if aggregates:
+            upper_grads = gradients(upper, state.params, "upper", k, create_graph=graph)
+        if grad_callback is not None:
+            lower_grads = list(grad_callback(list(lower_grads)))
+        with torch.set_grad_enabled(track):
+            new = self._update(state, lower_grads, upper_grads, settings, weights, NO_HYPER)
+        if not track:
+            new = detach(new)
+        buffers = tuple(self._fmodel.buffer_dict.values())
+        params = tuple(p if p.requires_grad else p.detach().requires_grad_() for p in new.params)
+        self._fmodel._lay(InnerState(params, new.rule, buffers))
+        self._records.append(Record(lower.detach(), None if upper is None else upper.detach()))
+        self.k = k
+        return params
+
+    def check(self) -> None:
+        """Raise `FloatingPointError` if a loss so far, or the parameters, are not finite."""
+        if self._records:
+            check_finite(self._records, self._fmodel._state.params)
+
+    def _apply(self, override: Override | None) -> None:
+        for name, value in (override or {}).items():
+            values = value if isinstance(value, list) else [value]
+            if len(values) not in (1, len(self._groups)):
+                raise ValueError(
+                    f"`override[{name!r}]` must be one value or a list with one per group ({len(self._groups)}); got "
+                    f"{len(values)}. For one tensor per parameter write a list of lists."
+                )
+            for i, (_, settings) in enumerate(self._groups):
+                if name not in settings:
+                    raise ValueError(
+                        f"`override` names settings of {self._rule.name}; got {name!r}, not in {list(settings)}."
+                    )
+                settings[name] = values[i % len(values)]
+        params = self._fmodel._state.params
+        for members, settings in self._groups:
+            check_group(self._rule, settings, [params[i] for i in members])
+        self._update = Update(self._rule, [Group(m, Template.constant(dict(s))) for m, s in self._groups])
+        self._fmodel.__dict__["_update"] = self._update
+
+
+def _cut(steps: int | None, last: int | None, copy_initial_weights: bool) -> int:
+    """Return how many steps at the start keep no graph."""
+    if steps is not None:
+        check_count("steps", steps)
+    if last is None:
+        return 0
+    check_count("last", last)
+    if steps is None:
+        raise ValueError(f"`last` needs `steps`, to know which steps are the last; got last={last}. Pass both.")
+    if last < steps and not copy_initial_weights:
+        raise ValueError(
+            f"no gradient reaches the initial weights through a truncated loop; got last={last} of steps={steps} with "
+            "copy_initial_weights=False. Drop `last`, or copy them."
+        )
+    return max(steps - last, 0)

@@ -1,0 +1,363 @@
+"""BDAInnerOptimizer: a torch.optim.Optimizer whose inner loop can be differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ._adjoint import Adjoint, Unroll
+from ._aggregation import is_zero, weight
+from ._functional import Skeleton, module_slot
+from ._module import FunctionalModule
+from ._objective import Loss, ModuleObjective
+from ._plan import check_ambient
+from ._prox import NO_HYPER
+from ._rollout import Problem, expand
+from ._rules import resolve
+from ._schedules import from_plain, to_plain
+from ._settings import check_group, complete
+from ._step import Group, Update, gradients, no_gradients
+from ._tree import Slots, Template, detach, is_differentiable, map_tensors
+from ._types import InnerState
+
+
+class BDAInnerOptimizer(Optimizer):
+    r"""The lower level's optimizer: it mixes the gradients of both levels, in place or functionally.
+
+    .. math:: y_{k+1} = y_k - [ \alpha_k s_u \nabla_y F + (1 - \alpha_k) (y_k - \mathrm{prox}(y_k - D_k)) ]
+
+    ``D_k`` is the rule's displacement from the lower gradient; with plain SGD it is ``s_l grad f``. With the defaults
+    this is torch.optim.SGD. Every setting may differ from group to group; `lr`, `upper_lr`, `alpha`, `momentum` and
+    `weight_decay` may be tensors that require grad (with one element, or a list with a tensor for each parameter of the
+    group, of its shape), and gradients flow into them.
+
+    Reference: Liu et al., "A Generic First-Order Algorithmic Framework for Bi-Level Programming Beyond Lower-Level
+    Singleton", ICML 2020.
+
+    Args:
+        params: The lower variables: parameters, named parameters or groups, as in torch.optim.
+        lr: s_l, the rate of the lower direction; by default the rule's own (SGD: 1e-3).
+        upper_lr: s_u, the rate of the upper direction; None follows `lr` at each step.
+        alpha: The weight of the upper direction, in [0, 1): a number, a schedule such as `harmonic(0.5)`, or a tensor.
+            0.0 is plain unrolling (RHG): the upper loss is then not even evaluated.
+        prox: A proximal map of `bda_optim.prox`, for a nonsmooth term of the lower level. Its step is `lr`; under
+            momentum or Adam that is a heuristic.
+        rule: None for SGD, a class of torch.optim, or `FISTA`.
+        **settings: The rule's own: for SGD `momentum`, `dampening`, `weight_decay`, `nesterov`, `maximize`; for others
+            what their class takes (the `alpha` of RMSprop and ASGD is called `rule_alpha`).
+
+    >>> import bda_optim as bda
+    >>> model = nn.Linear(2, 1)
+    >>> inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.1, upper_lr=0.5, alpha=bda.harmonic(0.5))
+    >>> x, target = torch.zeros((), requires_grad=True), torch.ones(4, 1)
+    >>> lower = lambda net, x, batch: ((net(torch.ones(4, 2)) - x) ** 2).mean()
+    >>> upper = lambda net, x, batch: ((net(torch.ones(4, 2)) - target) ** 2).mean()
+    >>> fmodel = inner.unroll(model, lower, upper, hyper=x, steps=5)
+    >>> upper(fmodel, x, None).backward()
+    >>> bool(x.grad != 0)
+    True
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = None,
+        *,
+        upper_lr: Any = None,
+        alpha: Any = 0.0,
+        prox: Any = None,
+        rule: Any = None,
+        **settings: Any,
+    ) -> None:
+        """Check the settings and make the groups."""
+        self.rule = resolve(rule)
+        given = dict(lr=lr, upper_lr=upper_lr, alpha=alpha, prox=prox, **settings)
+        super().__init__(params, complete(self.rule, given))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, after a check of its settings; k of the in-place `step` starts at 0."""
+        super().add_param_group(param_group)
+        try:
+            check_group(self.rule, self._settings(self.param_groups[-1]), self.param_groups[-1]["params"])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self.param_groups[-1].setdefault("k", 0)
+
+    def unroll(
+        self,
+        model: nn.Module,
+        lower: Loss,
+        upper: Loss | None = None,
+        *,
+        steps: int,
+        hyper: Any = None,
+        batches: Any = None,
+        tasks: int | None = None,
+        adjoint: Adjoint | None = None,
+        compile: bool = False,
+        copy_initial_weights: bool = True,
+    ) -> FunctionalModule:
+        """Run K inner steps on `model` and return it with y_K inside, differentiable as the adjoint decides.
+
+        Losses are called ``loss(net, hyper, batch)``; `net` is the module with y_k inside. Parameters of the module that
+        this optimizer does not own are upper variables by themselves. The module, this optimizer and every `.grad` stay
+        as they are.
+
+        Args:
+            model: The module.
+            lower: The lower loss f.
+            upper: The upper loss F; may be None where alpha is 0.
+            steps: K.
+            hyper: The upper variables: a tensor, a module, or a tree of them.
+            batches: One batch per step.
+            tasks: B tasks at once: every tensor of a batch has B in front, and so has the result.
+            adjoint: How the backward pass is obtained; `Unroll()` by default.
+            compile: Whether to compile the step.
+            copy_initial_weights: Whether y_0 is a constant; if False, gradients reach the module's own parameters.
+
+        Returns:
+            A module that is called like `model`; `params`, `buffer_dict` and `trace` show what is inside.
+        """
+        skeleton, (names, originals) = Skeleton(model), self._owned(model)
+        slots = Slots()
+        template = slots.template(hyper, "hyper", module_slot(slots))
+        owned = {id(p) for group in self.param_groups for p in group["params"]}
+        others = {
+            name: slots.put(place.original, f"parameter {name!r}")
+            for name, place in skeleton.params.items()
+            if id(place.original) not in owned and place.original.requires_grad
+        }
+        problem = Problem(
+            lower, upper, rule=self.rule, groups=self._groups(), slots=slots, hyper=template, steps=steps,
+            batches=batches, tasks=tasks,
+        )  # fmt: skip
+        state = self._initial(originals, skeleton, copy_initial_weights=copy_initial_weights)
+        if tasks is not None:
+            state = expand(state, tasks, self.rule)
+        objective = ModuleObjective(skeleton, names, others, template)
+        state, trace = problem.run(objective, state, slots.tensors, adjoint or Unroll())
+        fmodel = FunctionalModule(Skeleton(model), names, state, self._update(tasks))
+        fmodel.trace = trace
+        return fmodel
+
+    @torch.no_grad()
+    def commit(self, fmodel: FunctionalModule) -> None:
+        """Write y_K, the buffers and the rule's state back into the module and this optimizer, in place.
+
+        The rule's count goes on (Adam's bias correction, say); k of the schedules restarts at 1.
+        """
+        if not isinstance(fmodel, FunctionalModule):
+            raise TypeError(f"`commit` takes what `unroll` or `innerloop_ctx` gave; got {type(fmodel).__name__}.")
+        if fmodel._tasks is not None:
+            raise ValueError(
+                f"the parameters of {fmodel._tasks} tasks cannot be written into one module. "
+                "Average `fmodel.params` over its first dimension yourself, as Reptile does."
+            )
+        places = [fmodel._skeleton.params[name] for name in fmodel._names]
+        if [id(place.original) for place in places] != [id(p) for p in self._adapted()]:
+            raise ValueError("`commit` takes a module that this optimizer unrolled; got one with other parameters.")
+        pairs = list(zip(places, fmodel._state.params, strict=True))
+        pairs += zip(fmodel._skeleton.buffers.values(), fmodel._skeleton.read_buffers(), strict=True)
+        for place, value in pairs:
+            if place.original.shape != value.shape:
+                raise ValueError(
+                    f"a buffer changed its shape in the loop, from {place.original.shape} to {value.shape}."
+                )
+        for place, value in pairs:
+            place.original.copy_(value)
+        self._store(fmodel._state.rule)
+        for group in self.param_groups:
+            group["k"] = 0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one ordinary step in place.
+
+        Args:
+            closure: None: `p.grad` is the lower gradient. Or it returns one tensor: it has called `backward()` and
+                `p.grad` is read, as in torch.optim. Both need alpha = 0. Or it returns ``(lower, upper)`` without
+                calling `backward()`; then no `.grad` is touched.
+
+        Returns:
+            What the closure returned.
+        """
+        check_ambient()
+        with torch.enable_grad():
+            value = None if closure is None else closure()
+        params, update = self._adapted(), self._update()
+        state, settings = InnerState(tuple(params), self._memory()), update.settings(())
+        refuse_extrapolation(update, state, "step")
+        weights = [weight(group["alpha"], group["k"] + 1) for group in self.param_groups]
+        lower, upper = self._gradients(value, params, weights)
+        with torch.no_grad():
+            new = update(state, lower, upper, settings, weights, NO_HYPER)
+            for p, y in zip(params, new.params, strict=True):
+                p.copy_(y)
+        self._store(new.rule)
+        for group in self.param_groups:
+            group["k"] += 1
+        return value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state_dict; a built-in schedule is written as a name and numbers, callables and prox left out."""
+        packed: dict[str, Any] = super().state_dict()
+        packed["rule"] = self.rule.name
+        for group in packed["param_groups"]:
+            group.pop("prox")
+            if callable(group["alpha"]):
+                plain = to_plain(group.pop("alpha"))
+                if plain is not None:
+                    group["alpha"] = plain
+        return packed
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state_dict; tensors are copied, and what it leaves out (callables, prox) stays as it is here."""
+        if state_dict.get("rule", self.rule.name) != self.rule.name:
+            raise ValueError(
+                f"this state_dict belongs to the rule {state_dict['rule']}; got an optimizer with {self.rule.name}. "
+                f"Make it with `rule=` {state_dict['rule']}."
+            )
+        loaded = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), dict(state_dict))
+        loaded["param_groups"] = [dict(group) for group in loaded["param_groups"]]
+        for group, live in zip(loaded["param_groups"], self.param_groups, strict=False):
+            group.setdefault("prox", live["prox"])
+            group.setdefault("alpha", live["alpha"])
+            if isinstance(group["alpha"], dict):
+                group["alpha"] = from_plain(group["alpha"])
+        super().load_state_dict(loaded)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickle and deepcopy carry: torch's part and the rule."""
+        return {**super().__getstate__(), "rule": self.rule}
+
+    def _settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: group[name] for name in self.defaults}
+
+    def _adapted(self) -> list[Tensor]:
+        """Return the parameters that steps change: floating point and not frozen."""
+        return [p for group in self.param_groups for p in group["params"] if _adapts(p)]
+
+    def _groups(self) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
+        """Return each group's indices among the adapted parameters, and its settings."""
+        found, count = [], 0
+        for group in self.param_groups:
+            keep = [place for place, p in enumerate(group["params"]) if _adapts(p)]
+            settings = self._settings(group)
+            for name, value in settings.items():
+                if isinstance(value, list):
+                    settings[name] = [value[place] for place in keep]
+            found.append((tuple(range(count, count + len(keep))), settings))
+            count += len(keep)
+        return found
+
+    def _update(self, tasks: int | None = None) -> Update:
+        """Return the update with the groups' settings as they are now."""
+        return Update(self.rule, [Group(m, Template.constant(s)) for m, s in self._groups()], tasks=tasks)
+
+    def _memory(self) -> tuple[Any, ...]:
+        """Return the rule's state of each group, detached copies; new where there is none yet."""
+        params, found = self._adapted(), []
+        for members, settings in self._groups():
+            mine = [params[i] for i in members]
+            memory = self.rule.init([p.detach() for p in mine], settings)
+            whole = next((self.state[p]["group"] for p in mine if "group" in self.state.get(p, ())), None)
+            if whole is not None:
+                memory = whole
+            elif isinstance(memory, tuple) and len(memory) == len(mine):
+                memory = tuple(self.state.get(p) or m for p, m in zip(mine, memory, strict=True))
+            found.append(map_tensors(lambda t: t.detach().clone(), memory))
+        return tuple(found)
+
+    def _store(self, memories: Sequence[Any]) -> None:
+        """Keep the rule's state: per parameter, or whole with the first parameter of a group."""
+        params = self._adapted()
+        for (members, _), memory in zip(self._groups(), detach(tuple(memories)), strict=True):
+            if isinstance(memory, tuple) and len(memory) == len(members) and all(isinstance(m, dict) for m in memory):
+                for i, state in zip(members, memory, strict=True):
+                    if state:
+                        self.state[params[i]] = dict(state)
+            elif members:
+                self.state[params[members[0]]] = {"group": memory}
+
+    def _owned(self, model: nn.Module) -> tuple[list[str], list[Tensor]]:
+        """Return the names in `model` of the adapted parameters, and the parameters."""
+        params = self._adapted()
+        if not params:
+            raise ValueError("the optimizer owns no parameter that requires grad. Give it some, or unfreeze them.")
+        names = {id(p): name for name, p in model.named_parameters()}
+        for p in params:
+            if id(p) not in names:
+                raise ValueError(
+                    f"the optimizer owns a parameter that is not in the module; got one of shape {tuple(p.shape)}. "
+                    "Make the optimizer from this module's `parameters()`."
+                )
+        return [names[id(p)] for p in params], params
+
+    def _initial(
+        self, params: Sequence[Tensor], skeleton: Skeleton, *, copy_initial_weights: bool, device: Any = None
+    ) -> InnerState:
+        """Return the state before the first step: y_0 cloned, the rule's state and the buffers copied."""
+        ys = [p.detach().clone() if copy_initial_weights else p.clone() for p in params]
+        buffers = [place.original.detach().clone() for place in skeleton.buffers.values()]
+        state = InnerState(tuple(ys), self._memory(), tuple(buffers))
+        return state if device is None else map_tensors(lambda t: t.to(device), state)
+
+    def _gradients(self, value: Any, params: Sequence[Tensor], weights: Sequence[Any]) -> tuple[Any, Any]:
+        none = no_gradients(params)
+        aggregates = not all(map(is_zero, weights))
+        if isinstance(value, tuple):
+            if len(value) != 2:
+                raise ValueError(f"the closure must return the lower loss or (lower, upper); got {len(value)} values.")
+            k = self.param_groups[0]["k"] + 1
+            lower = gradients(value[0], params, "lower", k, create_graph=False, retain_graph=aggregates)
+            return lower, gradients(value[1], params, "upper", k, create_graph=False) if aggregates else none
+        if aggregates:
+            raise ValueError(
+                "`alpha` is not 0, so a step needs both losses; got only the lower gradient. Pass a closure that returns "
+                "(lower, upper) and does not call `backward()`."
+            )
+        return [p.grad for p in params], none
+
+
+def _adapts(p: Tensor) -> bool:
+    return p.requires_grad and is_differentiable(p)
+
+
+def refuse_extrapolation(update: Update, state: InnerState, where: str) -> None:
+    """Raise where gradients that are already there were taken at another point than the rule wants."""
+    points = update.points(state, update.settings(()))
+    if any(point is not p for point, p in zip(points, state.params, strict=True)):
+        raise ValueError(
+            f"the rule {update.rule.name} takes its gradients at an extrapolated point, which `{where}` cannot evaluate. "
+            "Use `unroll`, which calls the losses itself."
+        )
+
+
+_NO_SETTINGS = {"foreach", "fused", "capturable", "differentiable"}  # how torch computes a step, not what
+
+
+def from_torch(optimizer: Optimizer) -> BDAInnerOptimizer:
+    """Return a BDAInnerOptimizer with the rule, the groups, the settings and the live state of one of torch.optim.
+
+    >>> p = nn.Parameter(torch.zeros(2))
+    >>> from_torch(torch.optim.Adam([p], lr=0.1, betas=(0.5, 0.9))).param_groups[0]["betas"]
+    (0.5, 0.9)
+    """
+    if isinstance(optimizer, BDAInnerOptimizer):
+        return optimizer
+    rule = resolve(type(optimizer))
+    groups = []
+    for group in optimizer.param_groups:
+        mine = {"rule_alpha" if name == "alpha" else name: value for name, value in group.items()}
+        known = {"params", *rule.defaults}
+        groups.append({name: value for name, value in mine.items() if name in known and name not in _NO_SETTINGS})
+    inner = BDAInnerOptimizer(groups, rule=type(optimizer))
+    for group in inner.param_groups:
+        for i, p in enumerate(group["params"]):
+            if optimizer.state.get(p):
+                inner.state[p] = rule.adopt(optimizer.state[p], p, group, index=i)  # type: ignore[attr-defined]
+    return inner

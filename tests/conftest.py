@@ -1,0 +1,29 @@
+"""What every test starts from: one thread, one seed, the default dtype."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+# Before torch and matplotlib load, and inherited by the scripts that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(1)  # pytest runs two processes; the package's doctests share them, and so this
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    """Seed every generator, and undo what a test does to torch's global state."""
+    dtype, grad_enabled = torch.get_default_dtype(), torch.is_grad_enabled()
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(grad_enabled)
