@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from . import _graph
-from ._replay import Replay, Replayed, fresh, refuse_captured
+from ._replay import CompiledStep, Replay, Replayed, fresh, refuse_captured
 from ._tangent import Attached, identity, push
 from ._tree import any_requires_grad, detach, replace_tensors, tensors
 from ._types import Step
@@ -54,7 +54,11 @@ class Unroll:
     """
 
     def __call__(self, step: Step, state: Any, hyper: tuple[Tensor, ...], items: Items) -> Result:
-        """Run the loop in the caller's grad mode."""
+        """Run the loop in the caller's grad mode; a compiled step is not recorded, but pulled back from every state."""
+        if isinstance(step, CompiledStep):
+            items = step.units(items)
+            if any_requires_grad((state, hyper)):
+                return _replayed(step, state, hyper, items, every=1)
         records = []
         for number, item in enumerate(items):
             state, record = step(state, hyper, item)
@@ -156,10 +160,12 @@ class Checkpointed:
         if not any_requires_grad((state, hyper)):
             with torch.no_grad():
                 return Unroll()(step, state, hyper, items)
-        every = None if self.slots else self.every or math.isqrt(len(items) - 1) + 1
-        replay = Replay(step, state, hyper, items, every=every, slots=self.slots or 0)
-        leaves: tuple[Tensor, ...] = Replayed.apply(replay, *tensors(state), *hyper)  # type: ignore[no-untyped-call]
-        return replace_tensors(replay.last, leaves), replay.records
+        steps = len(items)
+        if isinstance(step, CompiledStep):
+            items = step.units(items)
+        every = self.every and max(1, self.every * len(items) // steps)
+        every = None if self.slots else every or math.isqrt(len(items) - 1) + 1
+        return _replayed(step, state, hyper, items, every=every, slots=self.slots or 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +212,14 @@ class ForwardMode:
             tensors(state), flows[:count], *inputs
         )
         return replace_tensors(state, last), records
+
+
+def _replayed(
+    step: Step, state: Any, hyper: tuple[Tensor, ...], items: Items, *, every: int | None, slots: int = 0
+) -> Result:
+    replay = Replay(step, state, hyper, items, every=every, slots=slots)
+    leaves: tuple[Tensor, ...] = Replayed.apply(replay, *tensors(state), *hyper)  # type: ignore[no-untyped-call]
+    return replace_tensors(replay.last, leaves), replay.records
 
 
 def _require_positive(name: str, value: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,41 @@ _NO_HOOKS = (
 )
 
 
+class _Shared:
+    """A switch of the whole process that several threads want on: the first turns it on, the last turns it back."""
+
+    def __init__(self, switch: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        self._switch, self._lock, self._users = switch, threading.Lock(), 0
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._users == 0:
+                self._open.enter_context(self._switch())
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._open.close()
+
+
+_PLAIN_ATTENTION = _Shared(lambda: sdpa_kernel(SDPBackend.MATH))
+
+
+def inside_checkpoint() -> bool:
+    """Whether a torch.utils.checkpoint is recording what it will recompute later."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return bool(hooks) and getattr(hooks[0], "__module__", "") == torch_checkpoint.__name__
+
+
+def refuse_checkpoint() -> None:
+    """Raise inside a torch.utils.checkpoint."""
+    if inside_checkpoint():
+        raise RuntimeError(_NO_HOOKS)
+
+
 @contextlib.contextmanager
 def surroundings() -> Iterator[None]:
     """Make inner forward passes differentiable twice, and keep them from leaving anything behind.
@@ -31,7 +67,7 @@ def surroundings() -> Iterator[None]:
     torch.set_autocast_cache_enabled(False)
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(_PLAIN_ATTENTION)
             if not torch._C._autograd._top_saved_tensors_default_hooks(False):
                 stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(_NO_HOOKS))
             yield

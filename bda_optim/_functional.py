@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ class Skeleton:
     """A twin of a module whose parameters and buffers can be replaced.
 
     Attributes:
+        module: The user's module.
         root: The twin; of the same class as the module, and called like it.
         params: Name to `Place`, shared parameters once, by the names of `module.named_parameters()`.
         buffers: The same for buffers.
@@ -53,15 +55,21 @@ class Skeleton:
     def __init__(self, module: nn.Module) -> None:
         """Build the twin of `module`, with the module's own tensors in it."""
         twins: dict[int, nn.Module] = {}
+        self.module = module
         self.root = _twin(module, twins)
         self.params = {name: Place(tensor, []) for name, tensor in module.named_parameters()}
         self.buffers = {name: Place(tensor, []) for name, tensor in module.named_buffers()}
         places = {id(place.original): place for place in (*self.params.values(), *self.buffers.values())}
-        _check(self.params.items())
+        _check((*self.params.items(), *self.buffers.items()))
         self._recurrent = any(isinstance(twin, nn.RNNBase) for twin in twins.values())
         for twin in dict.fromkeys(twins.values()):
             _redirect(twin, twins, places)
             _recompose_weight_norm(twin)
+
+    def frozen(self) -> Any:
+        """Return what a trace of the module depends on: its structure and flags, and the tensors nobody replaces."""
+        fixed = [place.original for place in self.params.values() if not place.original.requires_grad]
+        return self.module, tuple(child.training for child in self.root.modules()), fixed
 
     def surroundings(self) -> contextlib.AbstractContextManager[Any]:
         """Return what a forward pass must run under: cuDNN's RNNs have no second derivative."""
@@ -134,6 +142,7 @@ def _twin(module: nn.Module, twins: dict[int, nn.Module]) -> nn.Module:
     twin = type(module).__new__(type(module))
     twins[id(module)] = twin
     content = dict(module.__dict__)
+    content.pop("_compiled_call_impl", None)  # `module.compile()` left it; it is bound to the user's module
     for key in ("_parameters", "_buffers"):
         content[key] = dict(content[key])
     content["_modules"] = {
@@ -143,12 +152,17 @@ def _twin(module: nn.Module, twins: dict[int, nn.Module]) -> nn.Module:
     return twin
 
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
 def _redirect(twin: nn.Module, twins: dict[int, nn.Module], places: dict[int, Place]) -> None:
     """Make every reference in `twin` to a module or tensor of the tree point to the skeleton's."""
     content = twin.__dict__
     for key, value in content.items():
-        if not key.startswith("_backward") and not key.endswith("_hooks"):
-            content[key] = _redirected(value, twins, places)
+        plain = dict(value) if key in _HOOKS else value
+        new = _redirected(plain, twins, places)
+        if new is not plain:  # among hooks: one that is a method of a module of the tree; others stay shared
+            content[key] = OrderedDict(new) if key in _HOOKS else new
     for container in (content, content["_parameters"], content["_buffers"]):
         _note(container, places)
 
@@ -181,13 +195,31 @@ def _note(container: dict[Any, Any] | list[Any], places: dict[int, Place]) -> No
             spots = places[id(value)].spots
             if not any(known is container and k == key for known, k in spots):
                 spots.append((container, key))
+        elif type(value) is tuple:
+            for index, item in enumerate(value):
+                if isinstance(item, Tensor) and id(item) in places:
+                    places[id(item)].spots.append((_Entries(container, key), index))
 
 
-def _check(params: Iterable[tuple[str, Place]]) -> None:
-    for name, place in params:
+class _Entries:
+    """The entries of a tuple, which can be replaced because the container that holds it is known."""
+
+    def __init__(self, container: Any, key: Any) -> None:
+        self._container, self._key = container, key
+
+    def __getitem__(self, index: int) -> Any:
+        return self._container[self._key][index]
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        old = self._container[self._key]
+        self._container[self._key] = (*old[:index], value, *old[index + 1 :])
+
+
+def _check(places: Iterable[tuple[str, Place]]) -> None:
+    for name, place in places:
         if isinstance(place.original, UninitializedParameter | UninitializedBuffer):
             raise ValueError(
-                f"parameter {name!r} of a lazy module has no shape yet; got an uninitialised parameter. "
+                f"{name!r} of a lazy module has no shape yet; got an uninitialised tensor. "
                 "Run the module once on a batch before handing it over."
             )
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._ambient import surroundings
+from ._ambient import inside_checkpoint, refuse_checkpoint, surroundings
 from ._functional import Skeleton
 from ._objective import Loss, Objective, TasksObjective
 from ._rollout import Trace
@@ -28,6 +31,8 @@ class FunctionalModule(nn.Module):
         trace: After `unroll`, the losses of the K steps.
     """
 
+    trace: Trace | None
+
     def __init__(self, skeleton: Skeleton, names: Sequence[str], state: InnerState, update: Update) -> None:
         """Lay `state` into `skeleton`; `names` are those of its parameters, and `update` what changes them."""
         super().__init__()
@@ -41,8 +46,8 @@ class FunctionalModule(nn.Module):
             _update=update,
             training=skeleton.root.training,
         )
-        self.trace: Trace | None = None
-        self._state = state
+        # Past nn.Module's `__setattr__`: the user's module may have a parameter of this name.
+        content.update(trace=None, _state=state, _recomputed=inside_checkpoint())
         self._lay(state)
 
     @property
@@ -59,9 +64,15 @@ class FunctionalModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
+        return self._call(self._skeleton.root, args, kwargs)
+
+    def _call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the module, or a method of it, for one task or for many."""
+        if not self._recomputed:
+            refuse_checkpoint()
         with surroundings(), self._skeleton.surroundings():
             if self._tasks is None:
-                return self._skeleton.root(*args, **kwargs)
+                return function(*args, **kwargs)
             for tensor in tensors((args, kwargs)):
                 if tensor.dim() == 0 or tensor.shape[0] != self._tasks:
                     raise ValueError(
@@ -71,29 +82,37 @@ class FunctionalModule(nn.Module):
 
             def one(state: InnerState, args: Any, kwargs: Any) -> Any:
                 self._lay_tensors(state)
-                return self._skeleton.root(*args, **kwargs), self._skeleton.read_buffers()
+                return function(*args, **kwargs), self._skeleton.read_buffers()
 
             shown = InnerState(self._state.params, (), self._state.buffers)
-            result, buffers = over_tasks(one, shown, args, kwargs)
-            self.__dict__["_state"] = self._state._replace(buffers=buffers)
+            buffers = self._state.buffers
+            try:
+                result, buffers = over_tasks(one, shown, args, kwargs)
+            finally:
+                self._lay(self._state._replace(buffers=buffers))
             return result
 
     def losses(self, loss: Loss, hyper: Any = None, batch: Any = None) -> Tensor:
         """Return the B losses ``loss(net, hyper, batch)`` of B tasks, every tensor of `batch` with B in front."""
         if self._tasks is None:
             return loss(self, hyper, batch).reshape(1)
-        with surroundings(), self._skeleton.surroundings():
-            value, buffers = self._objective(hyper)(loss, self._state.params, self._state.buffers, (), batch)
-        self._state = self._state._replace(buffers=buffers)
+        buffers = self._state.buffers
+        try:
+            with surroundings(), self._skeleton.surroundings():
+                value, buffers = self._objective(hyper)(loss, self._state.params, buffers, (), batch)
+        finally:
+            self._lay(self._state._replace(buffers=buffers))
         return value
 
     def lower_point(self, lower: Loss, hyper: Any = None, batch: Any = None) -> dict[str, Tensor]:
         """Return the paper's y~ = prox(y - lr grad f), name to tensor: what is sparse, or feasible, with alpha > 0."""
-        with torch.enable_grad(), surroundings(), self._skeleton.surroundings():
-            points = [p.detach().requires_grad_() for p in self._state.params]
-            value, _ = self._objective(hyper)(lower, points, self._state.buffers, (), batch)
-            grads = gradients(value, points, "lower", 1, create_graph=False, tasks=self._tasks)
-        self._lay(self._state)
+        points, buffers = [p.detach().requires_grad_() for p in self._state.params], tuple(self.buffer_dict.values())
+        try:
+            with torch.enable_grad(), surroundings(), self._skeleton.surroundings():
+                value, _ = self._objective(hyper)(lower, points, buffers, (), batch)
+                grads = gradients(value, points, "lower", 1, create_graph=False, tasks=self._tasks)
+        finally:
+            self._lay(self._state._replace(buffers=buffers))
         with torch.no_grad():
             settings = self._update.settings(())
             found = self._update.lower_point([p.detach() for p in points], grads, settings, hyper)
@@ -115,8 +134,7 @@ class FunctionalModule(nn.Module):
     def _lay(self, state: InnerState) -> None:
         """Make `state` the one that calls see."""
         self.__dict__["_state"] = state
-        if self._tasks is None:
-            self._lay_tensors(state)
+        self._lay_tensors(state)
 
     def _lay_tensors(self, state: InnerState) -> None:
         self._skeleton.lay_params(self._names, state.params)
@@ -133,11 +151,22 @@ class FunctionalModule(nn.Module):
         skeleton = self.__dict__.get("_skeleton")
         if skeleton is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(skeleton.root, name)
+        return self._shown(getattr(skeleton.root, name))
+
+    def _shown(self, value: Any) -> Any:
+        """Return a part of the module for the user: a method runs as the module does, a sub-module takes care."""
+        if isinstance(value, types.MethodType) and value.__self__ is self._skeleton.root:
+            return functools.wraps(value)(lambda *args, **kwargs: self._call(value, args, kwargs))
+        if isinstance(value, nn.Module) and not self._recomputed:
+            for part in value.modules():
+                if _GUARD not in part._forward_pre_hooks:
+                    hooks = OrderedDict({_GUARD: _refuse_checkpoint, **part._forward_pre_hooks})
+                    part.__dict__["_forward_pre_hooks"] = hooks
+        return value
 
     def __getitem__(self, index: Any) -> Any:
         """Index a Sequential or ModuleList."""
-        return self._skeleton.root[index]
+        return self._shown(self._skeleton.root[index])
 
     def __len__(self) -> int:
         """Return the length of a Sequential or ModuleList."""
@@ -145,7 +174,7 @@ class FunctionalModule(nn.Module):
 
     def __iter__(self) -> Iterator[Any]:
         """Go through a Sequential or ModuleList."""
-        return iter(self._skeleton.root)
+        return map(self._shown, self._skeleton.root)
 
     def __bool__(self) -> bool:
         """Return True, whatever the length."""
@@ -154,3 +183,11 @@ class FunctionalModule(nn.Module):
     def __repr__(self) -> str:
         """Show the module inside."""
         return f"{type(self).__name__}({self._skeleton.root!r})"
+
+
+_GUARD = -1  # no hook of torch's has this number
+
+
+def _refuse_checkpoint(module: nn.Module, inputs: Any) -> None:
+    """Refuse, before a sub-module is called, to be recomputed later with the parameters of another step."""
+    refuse_checkpoint()

@@ -30,6 +30,10 @@ class TreeObjective:
         """Remember the shape of both trees."""
         self._params, self._hyper = map_tensors(lambda t: torch.empty(0), params), hyper
 
+    def frozen(self) -> Any:
+        """Return what a trace depends on."""
+        return self._params, self._hyper
+
     def __call__(
         self, loss: Loss, params: Sequence[Tensor], buffers: Buffers, hyper: Sequence[Tensor], batch: Any
     ) -> tuple[Tensor, Buffers]:
@@ -43,6 +47,10 @@ class ModuleObjective:
     def __init__(self, skeleton: Skeleton, names: Sequence[str], others: dict[str, Slot], hyper: Template) -> None:
         """Remember which parameters are the lower variables (`names`) and which are upper ones (`others`)."""
         self._skeleton, self._names, self._others, self._hyper = skeleton, tuple(names), others, hyper
+
+    def frozen(self) -> Any:
+        """Return what a trace depends on."""
+        return self._skeleton, self._names, self._others, self._hyper
 
     def __call__(
         self, loss: Loss, params: Sequence[Tensor], buffers: Buffers, hyper: Sequence[Tensor], batch: Any
@@ -62,6 +70,10 @@ class TasksObjective:
     def __init__(self, objective: Objective, tasks: int) -> None:
         """Remember the objective of a single task."""
         self._objective, self._tasks, self._looping = objective, tasks, False
+
+    def frozen(self) -> Any:
+        """Return what a trace depends on."""
+        return self._objective, self._tasks
 
     def __call__(
         self, loss: Loss, params: Sequence[Tensor], buffers: Buffers, hyper: Sequence[Tensor], batch: Any

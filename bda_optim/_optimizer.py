@@ -21,7 +21,7 @@ from ._rules import resolve
 from ._schedules import from_plain, to_plain
 from ._settings import check_group, complete
 from ._step import Group, Update, gradients, no_gradients
-from ._tree import Slots, Template, detach, is_differentiable, map_tensors
+from ._tree import Slots, Template, detach, is_differentiable, map_tensors, tensors
 from ._types import InnerState
 
 
@@ -140,9 +140,9 @@ class BDAInnerOptimizer(Optimizer):
         if tasks is not None:
             state = expand(state, tasks, self.rule)
         objective = ModuleObjective(skeleton, names, others, template)
-        state, trace = problem.run(objective, state, slots.tensors, adjoint or Unroll())
+        state, trace = problem.run(objective, state, slots.tensors, adjoint or Unroll(), compile=compile)
         fmodel = FunctionalModule(Skeleton(model), names, state, self._update(tasks))
-        fmodel.trace = trace
+        fmodel.__dict__["trace"] = trace  # a parameter of the module may have this name
         return fmodel
 
     @torch.no_grad()
@@ -216,7 +216,12 @@ class BDAInnerOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state_dict; tensors are copied, and what it leaves out (callables, prox) stays as it is here."""
-        if state_dict.get("rule", self.rule.name) != self.rule.name:
+        if "rule" not in state_dict:
+            raise ValueError(
+                "this state_dict was not written by a BDAInnerOptimizer; got one without `rule`. To go on from an "
+                "optimizer of torch.optim, load it into that and pass the optimizer itself to `innerloop_ctx`."
+            )
+        if state_dict["rule"] != self.rule.name:
             raise ValueError(
                 f"this state_dict belongs to the rule {state_dict['rule']}; got an optimizer with {self.rule.name}. "
                 f"Make it with `rule=` {state_dict['rule']}."
@@ -247,8 +252,13 @@ class BDAInnerOptimizer(Optimizer):
         for group in self.param_groups:
             keep = [place for place, p in enumerate(group["params"]) if _adapts(p)]
             settings = self._settings(group)
+            if "initial_lr" in group and any(t.requires_grad for t in tensors(settings["lr"])):
+                raise ValueError(
+                    "a torch scheduler overwrites `lr`, which cannot be learned then; got an `lr` that requires grad. "
+                    "Learn it without a scheduler, or schedule a number."
+                )
             for name, value in settings.items():
-                if isinstance(value, list):
+                if isinstance(value, list) and not isinstance(self.rule.defaults.get(name), tuple):
                     settings[name] = [value[place] for place in keep]
             found.append((tuple(range(count, count + len(keep))), settings))
             count += len(keep)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -46,6 +46,22 @@ def split(steps: int, slots: int) -> int:
     return min(most, steps - math.comb(slots + r - 2, slots - 1))
 
 
+@runtime_checkable
+class CompiledStep(Protocol):
+    """A step that knows its own pull-back, and takes several items at once."""
+
+    inspected: bool
+
+    def __call__(self, state: Any, hyper: Sequence[Tensor], unit: Any) -> tuple[Any, Any]:
+        """Take the steps of a unit."""
+
+    def units(self, items: Sequence[Any]) -> Sequence[Any]:
+        """Divide items into units."""
+
+    def pull(self, state: Any, hyper: Sequence[Tensor], unit: Any, cotangents: Cotangents) -> Cotangents:
+        """Pull cotangents of the state after a unit back to the state before it, and to hyper."""
+
+
 class Stored(NamedTuple):
     """A state from which steps can be replayed."""
 
@@ -66,6 +82,7 @@ class Replay:
         """Prepare; nothing runs yet."""
         self._step, self._items, self._every, self._slots = step, items, every, slots
         self._state, self._count = detach(state), len(tensors(state))
+        self._compiled = isinstance(step, CompiledStep)
         self._ambient = Ambient(tensors(state))
         self._stored: dict[int, Stored] = {}
         self._tape: tuple[list[Tensor], list[Tensor]] | None = None
@@ -83,8 +100,8 @@ class Replay:
             if number in positions:
                 self._stored[number] = Stored(state, self._ambient.rng())
             self._batch_versions.append([_version(t) for t in tensors(self._items[number])])
-            keep = self._every is None and number == end - 1
-            if number == 0 or keep:
+            keep = self._every is None and number == end - 1 and not self._compiled
+            if keep or (number == 0 and not getattr(self._step, "inspected", False)):
                 state, record = self._recorded_step(number, state, hyper, keep)
             else:
                 state, record = self._step(state, hyper, self._items[number])
@@ -134,6 +151,8 @@ class Replay:
         with torch.enable_grad():
             inputs = fresh([*tensors(state), *hyper])
             after, record = self._step(*self._split(state, inputs), self._items[number])
+        if isinstance(self._step, CompiledStep):
+            self._step.inspected = True
         _graph.refuse_once_differentiable(tensors(after))
         refuse_captured(tensors(after), inputs)
         if keep:
@@ -178,6 +197,9 @@ class Replay:
         total: Cotangents,
     ) -> Cotangents:
         """Replay a segment on the tape, or take the tape that was kept, and pull the cotangents through it."""
+        if isinstance(self._step, CompiledStep):
+            assert source is not None
+            return self._compiled_segment(self._step, source, start, stop, hyper, cotangents, total)
         if self._tape is not None:
             (inputs, outputs), self._tape = self._tape, None
         else:
@@ -193,7 +215,32 @@ class Replay:
             known = self.last if stop == len(self._items) else getattr(self._stored.get(stop), "state", None)
             if known is not None:
                 self._ambient.compare(outputs, tensors(known))
-        found = pull_back(outputs, inputs, cotangents)
+        return self._add(pull_back(outputs, inputs, cotangents), total)
+
+    def _compiled_segment(
+        self,
+        step: CompiledStep,
+        source: Stored,
+        start: int,
+        stop: int,
+        hyper: tuple[Tensor, ...],
+        cotangents: Cotangents,
+        total: Cotangents,
+    ) -> Cotangents:
+        """Run a segment once more, keeping every state, and pull the cotangents through one item after the other."""
+        self._ambient.set_rng(source.rng)
+        way = [source]
+        with torch.no_grad():
+            for number in range(start, stop - 1):
+                state, _ = step(way[-1].state, hyper, self._item(number))
+                way.append(Stored(state, self._ambient.rng()))
+            for number, (state, rng) in zip(reversed(range(start, stop)), reversed(way), strict=True):
+                self._ambient.set_rng(rng)
+                cotangents = self._add(step.pull(state, hyper, self._item(number), cotangents), total)
+        return cotangents
+
+    def _add(self, found: Cotangents, total: Cotangents) -> Cotangents:
+        """Add the cotangents of hyper to their total; return those of the state."""
         for i, grad in enumerate(found[self._count :]):
             known = total[i]
             if grad is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ._adjoint import Adjoint, Unroll
 from ._aggregation import is_zero, weight
 from ._ambient import surroundings
+from ._engine import compiled, with_plain_counts, with_tensor_counts
 from ._functional import module_slot
 from ._objective import Loss, Objective, TasksObjective, TreeObjective
 from ._plan import Items, check_ambient, check_count, check_devices
@@ -90,7 +91,7 @@ class Problem:
         self.items = Items(batches, steps, slots, tasks=tasks)
 
     def run(
-        self, objective: Objective, state: InnerState, values: Sequence[Tensor], adjoint: Adjoint
+        self, objective: Objective, state: InnerState, values: Sequence[Tensor], adjoint: Adjoint, *, compile: bool
     ) -> tuple[InnerState, Trace]:
         """Roll out from `state`, with `values` in the slots."""
         check_devices(state.params, zip(self.slots.names, values, strict=True))
@@ -98,9 +99,17 @@ class Problem:
             objective = TasksObjective(objective, self.tasks)
         step = BDAStep(objective, self.lower, self.upper, self.update, self.hyper, names=self.slots.names)
         with surroundings():
-            state, records = adjoint(step, state, tuple(values), self.items)
-        check_finite(records, state.params)
-        return state, _trace(records, self.tasks)
+            if compile and not state.params[0].is_meta:
+                run: Any = compiled(step, state, values)
+                start = with_tensor_counts(state)
+            else:
+                run, start = step, state
+            last, records = adjoint(run, start, tuple(values), self.items)
+        if start is not state:
+            last = with_plain_counts(last, like=state)
+            records = [record for unit in records for record in unit]
+        check_finite(records, last.params)
+        return last, _trace(records, self.tasks)
 
 
 def rollout(
@@ -302,7 +311,7 @@ def _run_tree(
     if tasks is not None:
         state = expand(state, tasks, chosen)
     values = given + problem.slots.tensors[len(given) :]
-    return problem.run(TreeObjective(params, template), state, values, adjoint or Unroll())
+    return problem.run(TreeObjective(params, template), state, values, adjoint or Unroll(), compile=compile)
 
 
 def _lower_variables(params: Any) -> list[Tensor]:

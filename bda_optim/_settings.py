@@ -33,7 +33,7 @@ def check_group(rule: Rule, settings: Mapping[str, Any], params: Sequence[Tensor
     """Raise where the settings of a group cannot be honoured for its parameters."""
     rule.validate({name: settings[name] for name in rule.defaults})
     for name, value in settings.items():
-        if isinstance(value, list):
+        if isinstance(value, list) and not isinstance(rule.defaults.get(name), tuple):
             _check_list(name, value, params)
         elif isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(
@@ -41,9 +41,13 @@ def check_group(rule: Rule, settings: Mapping[str, Any], params: Sequence[Tensor
                 f"shape {tuple(value.shape)}. Write `{name}=[torch.full_like(p, 0.1) for p in params]` for rates per element."
             )
     upper_lr, alpha, prox = settings["upper_lr"], settings["alpha"], settings["prox"]
+    if not isinstance(upper_lr, int | float | Tensor | list | None) or isinstance(upper_lr, bool):
+        raise TypeError(f"`upper_lr` must be a number or a tensor; got {upper_lr!r}. Leave it out to follow `lr`.")
     if isinstance(upper_lr, int | float) and not (math.isfinite(upper_lr) and upper_lr >= 0):
         raise ValueError(f"`upper_lr` must be a number of at least 0; got {upper_lr}. Leave it out to follow `lr`.")
     _check_alpha(alpha)
+    if rule.defaults["lr"] is None:
+        _check_own_rate(rule, settings)
     if prox is not None and not callable(prox):
         raise TypeError(
             f"`prox` must be a proximal map; got {prox!r}. Use one of `bda_optim.prox`, such as `prox.l1(0.1)`."
@@ -52,6 +56,23 @@ def check_group(rule: Rule, settings: Mapping[str, Any], params: Sequence[Tensor
         raise ValueError(
             f"a prox that couples the elements has no meaning with one rate per element; got {prox!r} and a list as `lr`. "
             "Use one rate per group, or a separable prox such as `prox.l1`."
+        )
+
+
+def _check_own_rate(rule: Rule, settings: Mapping[str, Any]) -> None:
+    """Raise where a rule that has a rate of its own (a torchopt transformation) is given one, or lacks one."""
+    lr, alpha, prox = settings["lr"], settings["alpha"], settings["prox"]
+    if prox is None and lr is not None:
+        raise ValueError(
+            f"a {rule.name} has its own rate, and `lr` would have no effect; got lr={lr}. Write it into the "
+            "transformation, as in `rule=torchopt.sgd(lr=0.1)`, and leave `lr` out."
+        )
+    if prox is not None and lr is None:
+        raise ValueError(f"the prox needs a step, and a {rule.name} does not tell its rate. Pass it as `lr` too.")
+    if settings["upper_lr"] is None and not (isinstance(alpha, int | float) and alpha == 0):
+        raise ValueError(
+            f"the upper direction needs a rate where `alpha` is not 0, and a {rule.name} does not tell its own; got "
+            "upper_lr=None. Pass `upper_lr`."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ._aggregation import aggregate, is_zero, weight
 from ._objective import Loss, Objective
-from ._tree import Template, fill, over_tasks
+from ._tree import Template, fill, one_by_one, over_tasks
 from ._types import InnerState, Item, Record, Rule, Scalar, Settings
 
 Grads = Sequence[Tensor | None]
@@ -78,6 +79,11 @@ class Update:
         for group, chosen in zip(self.groups, settings, strict=True):
             for place, i in enumerate(group.members):
                 lr, grad = _nth(chosen["lr"], place), grads[i]
+                if lr is None:
+                    raise ValueError(
+                        f"the lower point needs a rate, and a {self.rule.name} does not tell its own. "
+                        "Use `bda_optim.lower_point(..., lr=...)`."
+                    )
                 prox = self._bind(chosen["prox"], lr, hyper) or (lambda y: y)
                 found[i] = prox(params[i] if grad is None else params[i] - lr * grad)
         return found
@@ -85,7 +91,14 @@ class Update:
     def _moves(self, grads: Grads, memory: Any, params: Sequence[Tensor], settings: Settings) -> Any:
         if self.tasks is None or self.rule.elementwise:
             return self.rule.update(grads, memory, params, settings)
-        return over_tasks(lambda g, m, p: self.rule.update(g, m, p, settings), list(grads), memory, list(params))
+
+        def one(grads: Grads, memory: Any, params: Sequence[Tensor]) -> Any:
+            return self.rule.update(grads, memory, params, settings)
+
+        try:
+            return over_tasks(one, list(grads), memory, list(params))
+        except RuntimeError:  # `vmap` cannot batch what reads a number, as torchopt's clip_grad_norm does
+            return one_by_one(one, self.tasks, list(grads), memory, list(params))
 
     def _bind(self, prox: Any, step: Scalar, hyper: Any) -> Callable[[Tensor], Tensor] | None:
         if prox is None:
@@ -120,35 +133,47 @@ class BDAStep:
             names: What messages call the tensors of `hyper`.
             constant_gradients: Whether both gradients count as constants (first-order MAML).
         """
-        self._parts = (objective, lower, upper, update, hyper)
-        self._objective, self._lower, self._upper, self._update, self._hyper = self._parts
-        self.names, self._constant = tuple(names), constant_gradients
+        self.objective, self.lower, self.upper, self.update, self.hyper = objective, lower, upper, update, hyper
+        self.names, self.constant_gradients = tuple(names), constant_gradients
 
     def first_order(self) -> BDAStep:
         """Return the same step with the gradients of both losses taken as constants."""
-        return BDAStep(*self._parts, names=self.names, constant_gradients=True)
+        step = copy.copy(self)
+        step.constant_gradients = True
+        return step
 
-    def __call__(self, state: InnerState, hyper: tuple[Tensor, ...], item: Item) -> tuple[InnerState, Record]:
+    def __call__(self, state: InnerState, hyper: Sequence[Tensor], item: Item) -> tuple[InnerState, Record]:
         """Take step ``item.k``."""
-        graph = torch.is_grad_enabled() and not self._constant
-        settings = self._update.settings(hyper)
-        points = self._update.points(state, settings)
-        batch = fill(item.batch, hyper)
+        settings = self.update.settings(hyper)
         weights = [weight(chosen["alpha"], item.k) for chosen in settings]
+        return self.apply(state, hyper, item, settings, weights)
+
+    def apply(
+        self,
+        state: InnerState,
+        hyper: Sequence[Tensor],
+        item: Item,
+        settings: Sequence[Settings],
+        weights: Sequence[Any],
+    ) -> tuple[InnerState, Record]:
+        """Take a step whose settings and weights are given."""
+        graph = torch.is_grad_enabled() and not self.constant_gradients
+        points = self.update.points(state, settings)
+        batch = fill(item.batch, hyper)
         with torch.enable_grad():  # the caller may be in a validation loop under no_grad
             points = [p if graph and p.requires_grad else p.detach().requires_grad_() for p in points]
-            f, buffers = self._objective(self._lower, points, state.buffers, hyper, batch)
-            lower = gradients(f, points, "lower", item.k, create_graph=graph, tasks=self._update.tasks)
+            f, buffers = self.objective(self.lower, points, state.buffers, hyper, batch)
+            lower = gradients(f, points, "lower", item.k, create_graph=graph, tasks=self.update.tasks)
             big_f, upper = None, no_gradients(points)
             if not all(map(is_zero, weights)):
-                if self._upper is None:
+                if self.upper is None:
                     raise ValueError(
                         f"`alpha` is not 0 at step k={item.k}, so the upper loss is needed in the inner loop; got upper=None. "
                         "Pass it, or set alpha=0.0."
                     )
-                big_f, _ = self._objective(self._upper, points, state.buffers, hyper, batch)
-                upper = gradients(big_f, points, "upper", item.k, create_graph=graph, tasks=self._update.tasks)
-        new = self._update(state, lower, upper, settings, weights, self._hyper.fill(hyper))
+                big_f, _ = self.objective(self.upper, points, state.buffers, hyper, batch)
+                upper = gradients(big_f, points, "upper", item.k, create_graph=graph, tasks=self.update.tasks)
+        new = self.update(state, lower, upper, settings, weights, self.hyper.fill(hyper))
         record = Record(f.detach(), None if big_f is None else big_f.detach())
         return new._replace(buffers=buffers), record
 

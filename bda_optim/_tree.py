@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -82,6 +83,14 @@ class Template:
     def constant(cls, tree: Any) -> Template:
         """Return a template that has no slots: `fill` gives `tree` itself, whatever tensors it holds."""
         return cls([tree], pytree.tree_structure(0))
+
+    def frozen(self) -> Any:
+        """Return what a trace of something filled depends on."""
+        return self._leaves, repr(self._spec)
+
+    def unfilled(self) -> Any:
+        """Return the tree with its slots."""
+        return pytree.tree_unflatten(self._leaves, self._spec)
 
     def fill(self, values: Sequence[Tensor]) -> Any:
         """Return the tree with the slots' tensors in place."""
@@ -174,3 +183,10 @@ def over_tasks(function: Callable[..., Any], *trees: Any) -> Any:
     # Dropout draws a mask of its own for each task.
     out = torch.func.vmap(one, randomness="different")(*(leaves[i] for i in where))
     return replace_tensors(result, out)[0]
+
+
+def one_by_one(function: Callable[..., Any], tasks: int, *trees: Any) -> Any:
+    """Do what `over_tasks` does in a loop, for a `function` that `vmap` cannot batch."""
+    results = [function(*map_tensors(operator.itemgetter(i), trees)) for i in range(tasks)]
+    columns = zip(*(tensors(result) for result in results), strict=True)
+    return replace_tensors(results[0], [torch.stack(column) for column in columns])
