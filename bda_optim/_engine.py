@@ -33,11 +33,11 @@ from ._step import BDAStep
 from ._tree import Filler, Slot, detach, replace_tensors, tensors
 from ._types import Item, Record
 
-SMALL = 20_000
-"""Up to so many numbers in the state several steps share one call."""
+_SMALL = 20_000
+"""Up to so many numbers in the state several steps share one call: the call costs more than a step then."""
 
-CHUNK = 10
-"""How many steps share a call."""
+_MOST_STEPS, _MOST_OPERATIONS = 10, 600
+"""How many steps share a call at most, and about how many operations; compilation takes longer than in proportion."""
 
 _MOST_PROGRAMS = 16
 """So many layouts of batches are compiled for one problem before it runs uncompiled."""
@@ -49,11 +49,11 @@ Cotangents = Sequence[Tensor | None]
 
 
 class Unit(NamedTuple):
-    """Steps that share a call: their items, and one row of numbers (k, rates, weights) for each."""
+    """Steps that share a call: their items, one row of numbers (k, rates, weights) for each, and their form."""
 
     items: tuple[Item, ...]
     rows: Tensor
-    modes: tuple[tuple[str, ...], ...]
+    form: _Form
 
 
 @dataclasses.dataclass
@@ -84,24 +84,19 @@ class Engine:
         """Start without any."""
         self.programs: dict[Hashable, Program] = {}
         self.broken: str | None = None
+        self.size: int | None = None
         self.inspected = False
 
 
 _engines: weakref.WeakKeyDictionary[Any, dict[Hashable, Engine]] = weakref.WeakKeyDictionary()
 
 
-def compiled(step: BDAStep, state: Any, hyper: Sequence[Tensor]) -> CompiledStep:
-    """Return the compiled form of a step, with the programs of earlier rollouts of the same problem."""
-    size = CHUNK if sum(t.numel() for t in tensors(state)) <= SMALL else 1
-    return CompiledStep(step, size, hyper)
-
-
 class CompiledStep:
     """A step that takes units of one or more items; compiled without a graph, uncompiled with one."""
 
-    def __init__(self, step: BDAStep, size: int, hyper: Sequence[Tensor]) -> None:
-        """Find the engine of the problem; `size` steps make a unit."""
-        self._step, self._size, self._hyper, self.names = step, size, hyper, step.names
+    def __init__(self, step: BDAStep, state: Any, hyper: Sequence[Tensor]) -> None:
+        """Find the engine of the problem, which earlier rollouts may have left; `state` and `hyper` are examples."""
+        self._step, self._state, self._hyper, self.names = step, detach(state), hyper, step.names
         self._engine, self._captured = _engine(step)
         settings = step.update.settings(hyper)
         self._plain = [[name for name in ("lr", "upper_lr") if _is_number(s[name])] for s in settings]
@@ -111,7 +106,7 @@ class CompiledStep:
 
     def first_order(self) -> CompiledStep:
         """Return the same with the gradients of both losses taken as constants."""
-        return CompiledStep(self._step.first_order(), self._size, self._hyper)
+        return CompiledStep(self._step.first_order(), self._state, self._hyper)
 
     @property
     def inspected(self) -> bool:
@@ -122,7 +117,7 @@ class CompiledStep:
     def inspected(self, value: bool) -> None:
         self._engine.inspected = value
 
-    def units(self, items: Sequence[Item]) -> list[Unit]:
+    def units(self, items: Sequence[Item]) -> Sequence[Unit]:
         """Divide items into units; what is left over goes one by one."""
         rows, modes = [], []
         for item in items:
@@ -130,12 +125,28 @@ class CompiledStep:
             modes.append(tuple("0" if is_zero(w) else "number" if _is_number(w) else "tensor" for w in weights))
             rows.append([float(item.k), *self._numbers, *(float(w) if _is_number(w) else 0.0 for w in weights)])
         table = torch.tensor(rows, dtype=torch.float64, device=self._device)
-        whole = len(items) - len(items) % self._size
-        starts = [*range(0, whole, self._size), *range(whole, len(items)), len(items)]
-        return [
-            Unit(tuple(items[i] for i in range(a, b)), table[a:b], tuple(modes[a:b]))
-            for a, b in itertools.pairwise(starts)
-        ]
+
+        units = _Units(items, table, modes)
+        if self._engine.size is None:
+            self._engine.size = self._steps_per_call(units.between(0, 1), len(items))
+        return units.divided(self._engine.size)
+
+    def _steps_per_call(self, unit: Unit, steps: int) -> int:
+        """Return how many steps should share a call, from the operations that one has: a divisor of K, if possible."""
+        if sum(t.numel() for t in tensors(self._state)) > _SMALL:
+            return 1
+        flat = [t.detach() for t in (*tensors(self._state), *self._hyper, *unit.form.tensors, unit.rows)]
+        sweep = self._sweep(unit.form, self._state, self._hyper)
+        rng = torch.get_rng_state()
+        try:
+            graph = make_fx(lambda *inputs: [t for t in sweep(*inputs) if t is not None])(*flat)
+        except Exception:  # it will be met again, and reported, when the step is compiled
+            return 1
+        finally:
+            torch.set_rng_state(rng)
+        operations = sum(node.op == "call_function" for node in graph.graph.nodes)
+        most = max(1, min(_MOST_STEPS, _MOST_OPERATIONS // operations))
+        return next((size for size in range(most, most // 2, -1) if steps % size == 0), most)
 
     def __call__(self, state: Any, hyper: Sequence[Tensor], unit: Unit) -> tuple[Any, list[Record]]:
         """Take the steps of a unit."""
@@ -168,7 +179,7 @@ class CompiledStep:
         self, kind: str, unit: Unit, state: Any, hyper: Sequence[Tensor], cotangents: Cotangents
     ) -> list[Any] | None:
         """Run a program, compiling it if it is new; None if that cannot be done."""
-        form = _Form(unit)
+        form = unit.form
         wanted, where = [h.requires_grad for h in hyper], [c is not None for c in cotangents]
         given = [c.contiguous() for c in cotangents if c is not None]
         flat = [t.detach() for t in (*tensors(state), *hyper, *form.tensors, unit.rows, *given)]
@@ -252,15 +263,45 @@ class _Nth:
     index: int
 
 
+class _Units(Sequence[Unit]):
+    """Items divided into units; a batch is read when its unit is asked for, and known units are kept."""
+
+    def __init__(self, items: Sequence[Item], table: Tensor, modes: Sequence[tuple[str, ...]]) -> None:
+        self._items, self._table, self._modes = items, table, modes
+        self._bounds: list[tuple[int, int]] = []
+        self._known: dict[int, Unit] = {}
+
+    def between(self, start: int, stop: int) -> Unit:
+        """Return the unit of these steps."""
+        items = tuple(self._items[i] for i in range(start, stop))
+        return Unit(items, self._table[start:stop], _Form(items, tuple(self._modes[start:stop])))
+
+    def divided(self, size: int) -> _Units:
+        """Divide into units of `size` steps, and the rest into single ones."""
+        whole = len(self._items) - len(self._items) % size
+        starts = [*range(0, whole, size), *range(whole, len(self._items)), len(self._items)]
+        self._bounds = list(itertools.pairwise(starts))
+        return self
+
+    def __len__(self) -> int:
+        return len(self._bounds)
+
+    def __getitem__(self, index: Any) -> Any:
+        unit = self._known.get(index) or self.between(*self._bounds[index])
+        if getattr(self._items, "eager", True):  # the batches are held by their list anyway
+            self._known[index] = unit
+        return unit
+
+
 class _Form:
     """The batches of a unit taken apart: their distinct tensors, and a key for all the rest."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, items: Sequence[Item], modes: tuple[tuple[str, ...], ...]) -> None:
         self.tensors: list[Tensor] = []
-        self.modes = unit.modes
+        self.modes = modes
         known: dict[int, _Nth] = {}
         self._batches = []
-        for item in unit.items:
+        for item in items:
             leaves, spec = pytree.tree_flatten(item.batch)
             self._batches.append(([self._place(leaf, known) for leaf in leaves], spec))
         shapes = [(tuple(map(_comparable, leaves)), spec) for leaves, spec in self._batches]

@@ -121,6 +121,8 @@ def unwrap(module: nn.Module) -> nn.Module:
 
     A compiled module has no second derivative, and a parallel one would synchronise gradients in the inner loop.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        return module
     inner = module.__dict__.get("_modules", {}).get("_orig_mod")
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         inner = module.module
@@ -139,7 +141,7 @@ def _twin(module: nn.Module, twins: dict[int, nn.Module]) -> nn.Module:
             f"a scripted module cannot be given other parameters; got {type(module).__name__}. "
             "Pass the Python module it was scripted from."
         )
-    twin = type(module).__new__(type(module))
+    twin = object.__new__(type(module))  # past a `__new__` such as GraphModule's, which makes a class
     twins[id(module)] = twin
     content = dict(module.__dict__)
     content.pop("_compiled_call_impl", None)  # `module.compile()` left it; it is bound to the user's module

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # What torch knows no derivative of, by the name of the node that a first derivative leaves in the graph.
@@ -16,10 +19,11 @@ _NO_SECOND_DERIVATIVE = {
 }
 
 
-def nodes(roots: Iterable[Tensor]) -> Iterator[Any]:
-    """Yield every node of the graph behind `roots` once."""
-    stack = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(stack)
+def nodes(roots: Iterable[Tensor], ends: Iterable[Any] = ()) -> Iterator[Any]:
+    """Yield every node of the graph behind `roots` once, as far as the nodes `ends`, which are left out."""
+    seen = {*ends}
+    stack = [root.grad_fn for root in roots if root.grad_fn is not None and root.grad_fn not in seen]
+    seen.update(stack)
     while stack:
         node = stack.pop()
         yield node
@@ -29,9 +33,23 @@ def nodes(roots: Iterable[Tensor]) -> Iterator[Any]:
                 stack.append(following)
 
 
-def leaves(roots: Iterable[Tensor]) -> list[Tensor]:
-    """Return the leaf tensors that a graph leads to."""
-    return [node.variable for node in nodes(roots) if hasattr(node, "variable")]
+def leaves(roots: Iterable[Tensor], ends: Iterable[Any] = ()) -> list[Tensor]:
+    """Return the leaf tensors that a graph leads to and that somebody holds.
+
+    A leaf that was made inside a loss (where a loop takes a gradient, or a gradient penalty) and is held by the graph
+    alone has a gradient that nobody can look at.
+    """
+    orphan = _references_of_an_orphan()
+    found = (node for node in nodes(roots, ends) if hasattr(node, "variable"))
+    return [node.variable for node in found if sys.getrefcount(node.variable) > orphan]
+
+
+@functools.cache
+def _references_of_an_orphan() -> int:
+    """Return what `sys.getrefcount` says of a leaf that only a graph holds."""
+    with torch.enable_grad():
+        node: Any = torch.zeros((), device="cpu", requires_grad=True).neg().grad_fn
+    return sys.getrefcount(node.next_functions[0][0].variable)
 
 
 def refuse_once_differentiable(roots: Iterable[Tensor]) -> None:
@@ -40,6 +58,7 @@ def refuse_once_differentiable(roots: Iterable[Tensor]) -> None:
         found = _NO_SECOND_DERIVATIVE.get(node.name())
         if found:
             raise NotImplementedError(
-                f"torch has no second derivative of `{found[0]}`, which the inner loss uses, so no hypergradient passes "
-                f"through it. Use {found[1]} instead, or `adjoint=FirstOrder()`, which needs none."
+                f"torch has no second derivative of `{found[0]}`, which the inner loss uses, so no hypergradient "
+                f"passes through it. Use {found[1]} instead, or `adjoint=FirstOrder()` (in `innerloop_ctx` "
+                "`first_order=True`), which needs none."
             )

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ._aggregation import is_zero, weight
 from ._functional import Skeleton
+from ._graph import refuse_once_differentiable
 from ._module import FunctionalModule
 from ._optimizer import BDAInnerOptimizer, from_torch, refuse_extrapolation
 from ._plan import check_ambient, check_count
@@ -155,6 +156,8 @@ class DiffOptimizer:
             new = self._update(state, lower_grads, upper_grads, settings, weights, NO_HYPER)
         if not track:
             new = detach(new)
+        elif k == self._cut + 1:
+            refuse_once_differentiable(new.params)
         buffers = tuple(self._fmodel.buffer_dict.values())
         params = tuple(p if p.requires_grad else p.detach().requires_grad_() for p in new.params)
         self._fmodel._lay(InnerState(params, new.rule, buffers))

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ._ambient import inside_checkpoint, refuse_checkpoint, surroundings
 from ._functional import Skeleton
-from ._objective import Loss, Objective, TasksObjective
+from ._objective import Loss, Objective, OverTasks, TasksObjective
 from ._rollout import Trace
 from ._step import Update, gradients
-from ._tree import over_tasks, tensors
+from ._tree import tensors
 from ._types import InnerState
 
 
@@ -33,7 +33,14 @@ class FunctionalModule(nn.Module):
 
     trace: Trace | None
 
-    def __init__(self, skeleton: Skeleton, names: Sequence[str], state: InnerState, update: Update) -> None:
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        names: Sequence[str],
+        state: InnerState,
+        update: Update,
+        over_tasks: OverTasks | None = None,
+    ) -> None:
         """Lay `state` into `skeleton`; `names` are those of its parameters, and `update` what changes them."""
         super().__init__()
         content = self.__dict__
@@ -44,6 +51,7 @@ class FunctionalModule(nn.Module):
             _names=tuple(names),
             _tasks=update.tasks,
             _update=update,
+            _over_tasks=over_tasks,
             training=skeleton.root.training,
         )
         # Past nn.Module's `__setattr__`: the user's module may have a parameter of this name.
@@ -87,7 +95,7 @@ class FunctionalModule(nn.Module):
             shown = InnerState(self._state.params, (), self._state.buffers)
             buffers = self._state.buffers
             try:
-                result, buffers = over_tasks(one, shown, args, kwargs)
+                result, buffers = self._over_tasks(one, shown, args, kwargs)
             finally:
                 self._lay(self._state._replace(buffers=buffers))
             return result
@@ -129,7 +137,7 @@ class FunctionalModule(nn.Module):
             self._lay_tensors(InnerState(tuple(params), (), buffers))
             return loss(self._skeleton.root, hyper, batch), self._skeleton.read_buffers()
 
-        return one if self._tasks is None else TasksObjective(one, self._tasks)
+        return one if self._tasks is None else TasksObjective(one, self._tasks, self._over_tasks)
 
     def _lay(self, state: InnerState) -> None:
         """Make `state` the one that calls see."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -10,8 +9,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ._ambient import Ambient
 from ._functional import Skeleton
-from ._tree import Slot, Template, map_tensors, over_tasks, replace_tensors
+from ._tree import Slot, Template, map_tensors, one_by_one, over_tasks, replace_tensors, tensors
 
 Loss: TypeAlias = Callable[[Any, Any, Any], Tensor]
 """``loss(params_or_net, hyper, batch)`` -> a scalar."""
@@ -64,12 +64,42 @@ class ModuleObjective:
         return value, self._skeleton.read_buffers()
 
 
+class OverTasks:
+    """Maps a function over B tasks: all at once by `vmap`, or one after another where `vmap` cannot."""
+
+    def __init__(self, tasks: int, *, looping: bool = False) -> None:
+        """Start with `vmap`, unless it is known that it fails."""
+        self.tasks, self.looping, self._known = tasks, looping, False
+
+    def __call__(self, function: Callable[..., Any], *trees: Any) -> Any:
+        """Return what `function` gives for each task, with the task dimension in front."""
+        if self.looping:
+            return one_by_one(function, self.tasks, *trees)
+        ambient = None if self._known else Ambient(tensors(trees))
+        rng = ambient and ambient.rng()
+        try:
+            result = over_tasks(function, *trees)
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            self.looping = True
+            if ambient:
+                ambient.set_rng(rng)  # the attempt may have drawn from it, and a replay does not repeat the attempt
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            warnings.warn(
+                f"the loss cannot be batched over tasks by torch.func.vmap ({reason}); the {self.tasks} tasks run one "
+                "after another instead, which gives the same result more slowly.",
+                stacklevel=2,
+            )
+            return one_by_one(function, self.tasks, *trees)
+        self._known = True
+        return result
+
+
 class TasksObjective:
     """The same loss on many tasks at once: parameters, buffers and batches have a task dimension in front."""
 
-    def __init__(self, objective: Objective, tasks: int) -> None:
+    def __init__(self, objective: Objective, tasks: int, over: OverTasks | None = None) -> None:
         """Remember the objective of a single task."""
-        self._objective, self._tasks, self._looping = objective, tasks, False
+        self._objective, self._tasks, self.over = objective, tasks, over or OverTasks(tasks)
 
     def frozen(self) -> Any:
         """Return what a trace depends on."""
@@ -83,23 +113,5 @@ class TasksObjective:
         def one(params: Sequence[Tensor], buffers: Buffers, batch: Any) -> tuple[Tensor, Buffers]:
             return self._objective(loss, params, buffers, hyper, batch)
 
-        if not self._looping:
-            try:
-                value, new = over_tasks(one, tuple(params), buffers, batch)
-            except (RuntimeError, NotImplementedError, ValueError) as error:
-                self._loop_from_now_on(error)
-            else:
-                return value, new
-        trees = (tuple(params), buffers, batch)
-        mapped = [one(*map_tensors(operator.itemgetter(i), trees)) for i in range(self._tasks)]
-        values, states = zip(*mapped, strict=True)
-        return torch.stack(values), tuple(torch.stack(column) for column in zip(*states, strict=True))
-
-    def _loop_from_now_on(self, error: Exception) -> None:
-        self._looping = True
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        warnings.warn(
-            f"the loss cannot be batched over tasks by torch.func.vmap ({reason}); the {self._tasks} tasks run one after "
-            "another instead, which gives the same result more slowly.",
-            stacklevel=2,
-        )
+        found: tuple[Tensor, Buffers] = self.over(one, tuple(params), buffers, batch)
+        return found

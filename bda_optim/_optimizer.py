@@ -141,7 +141,7 @@ class BDAInnerOptimizer(Optimizer):
             state = expand(state, tasks, self.rule)
         objective = ModuleObjective(skeleton, names, others, template)
         state, trace = problem.run(objective, state, slots.tensors, adjoint or Unroll(), compile=compile)
-        fmodel = FunctionalModule(Skeleton(model), names, state, self._update(tasks))
+        fmodel = FunctionalModule(Skeleton(model), names, state, self._update(tasks), problem.over_tasks)
         fmodel.__dict__["trace"] = trace  # a parameter of the module may have this name
         return fmodel
 
@@ -162,7 +162,9 @@ class BDAInnerOptimizer(Optimizer):
         if [id(place.original) for place in places] != [id(p) for p in self._adapted()]:
             raise ValueError("`commit` takes a module that this optimizer unrolled; got one with other parameters.")
         pairs = list(zip(places, fmodel._state.params, strict=True))
-        pairs += zip(fmodel._skeleton.buffers.values(), fmodel._skeleton.read_buffers(), strict=True)
+        # After `unroll` the rollout's: an upper loss that ran on it since then must not leak into the statistics.
+        buffers = fmodel._skeleton.read_buffers() if fmodel.trace is None else fmodel._state.buffers
+        pairs += zip(fmodel._skeleton.buffers.values(), buffers, strict=True)
         for place, value in pairs:
             if place.original.shape != value.shape:
                 raise ValueError(
@@ -240,7 +242,8 @@ class BDAInnerOptimizer(Optimizer):
         return {**super().__getstate__(), "rule": self.rule}
 
     def _settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: group[name] for name in self.defaults}
+        # Not `self.defaults`, to which torch adds `differentiable` when a state_dict is loaded.
+        return {name: group[name] for name in complete(self.rule, {})}
 
     def _adapted(self) -> list[Tensor]:
         """Return the parameters that steps change: floating point and not frozen."""

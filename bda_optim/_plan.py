@@ -47,6 +47,9 @@ class Items(Sequence[Item]):
 
     Tensors of the batches that require grad are put into slots, the same object once. A list or tuple is looked through
     beforehand; any other sequence is read when its batch is needed (and again in a replay), and carries no gradients.
+
+    Attributes:
+        eager: Whether the batches are held by a list anyway.
     """
 
     def __init__(self, batches: Any, steps: int, slots: Slots, *, tasks: int | None = None) -> None:
@@ -57,9 +60,9 @@ class Items(Sequence[Item]):
             _check_batches(batches, steps)
         self._batches, self._tasks, self._slots = batches, tasks, slots
         self._known: dict[int, Any] = {}
-        self._eager = isinstance(batches, list | tuple)
+        self.eager = isinstance(batches, list | tuple | None)
         self._numbers = range(steps)
-        if self._eager:
+        if batches is not None and self.eager:
             for number, batch in enumerate(batches):
                 if id(batch) not in self._known:
                     self._known[id(batch)] = self._prepared(batch, number)
@@ -82,7 +85,7 @@ class Items(Sequence[Item]):
         if self._batches is None:
             return Item(number + 1)
         batch = self._batches[number]
-        if self._eager:
+        if self.eager:
             return Item(number + 1, self._known[id(batch)])
         if any(t.requires_grad for t in tensors(batch)):
             raise ValueError(

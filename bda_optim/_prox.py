@@ -2,9 +2,10 @@ r"""Proximal maps of the lower level's nonsmooth term g; users see them as ``bda
 
 .. math:: \mathrm{prox}_{s g}(y) = \arg\min_z\ s\,g(z) + \tfrac12 \|z - y\|^2
 
-The lower objective is h = f + g with a smooth f; the lower direction is d^h = y - prox(y - s_l grad f(y)), step s_l. In
-the paper's nonsmooth appendix a_k stands before d^h. That is a slip: with a_k -> 0 the upper level would win, and the
-stated limit would not hold. Here the vanishing weight belongs to the upper level, with a prox and without.
+(Parikh & Boyd, "Proximal Algorithms", Foundations and Trends in Optimization 1(3), 2014.) The lower objective is
+h = f + g with a smooth f; the lower direction is d^h = y - prox(y - s_l grad f(y)), the step being s_l. In the paper's
+nonsmooth appendix a_k stands before d^h. That is a slip: with a_k -> 0 the upper level would win, and the stated limit
+would not hold. Here the vanishing weight belongs to the upper level, with a prox and without.
 
 With alpha > 0, y_K itself is **neither sparse nor feasible**, because the upper direction is added after the prox. The
 paper's y~ = prox(y_K - s_l grad f(y_K)) is: read supports and ranks from that.
@@ -18,8 +19,6 @@ Every map is a frozen dataclass that is called as ``prox(y, step, hyper)``, tens
   learned strength positive by ``exp`` or ``softplus``.
 - Gradients flow into y, the rate and the strengths. At a kink the derivative is a limit of nearby derivatives or a mean
   of such limits, never NaN or infinite.
-
-Reference: Parikh, Boyd, "Proximal Algorithms", Foundations and Trends in Optimization 1(3), 2014 (chapter 6).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _Strength: TypeAlias = float | Tensor | Callable[[Any], Scalar]
 
 
 class NO_HYPER:
-    """Stands, itself, for the `hyper` of an inner loop that has none. (None is a hyper like any other.)"""
+    """Stands, itself, for the `hyper` of an inner loop that has none; None is a hyper like any other."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,15 +88,14 @@ class _Prox:
         allowed = f"broadcast to {tuple(y.shape)}" if self.separable else "have one element (it is not separable)"
         sizes = zip(reversed(value.shape), reversed(y.shape), strict=False)
         if not self.separable or value.dim() > y.dim() or any(size not in (1, full) for size, full in sizes):
-            what, got = f"{what} of `{type(self).__name__}`", f"got the shape {tuple(value.shape)}"
-            raise ValueError(f"{what} must {allowed}; {got}. Use a scalar, or a separable map such as `l1`.")
+            what = f"{what} of `{type(self).__name__}` must {allowed}; got the shape {tuple(value.shape)}"
+            raise ValueError(f"{what}. Use a scalar, or a separable map such as `l1`.")
         return value.to(y.dtype)
 
     def _check(self, name: str, value: Any) -> None:
         what = f"`{name}` of `{type(self).__name__}`"
         if not isinstance(value, Tensor | Real) and not callable(value):
-            kind = type(value).__name__
-            raise TypeError(f"{what} must be a number, a tensor or a function of hyper; got {kind}. Use a number.")
+            raise TypeError(f"{what} must be a number, a tensor or a function of hyper; got {value!r}. Use a number.")
         if isinstance(value, Real) and not 0 <= float(value) < math.inf:
             raise ValueError(f"{what} must be finite and not negative; got {value}. Use a number >= 0.")
 
@@ -148,8 +146,7 @@ class elastic_net(_Prox):
     l2: _Strength
 
     def _point(self, y: Tensor, step: Any, hyper: Any) -> Tensor:
-        shrunk = _soft(y, step * self._strength("l1", y, hyper))
-        return shrunk.div(1 + step * self._strength("l2", y, hyper))
+        return _soft(y, step * self._strength("l1", y, hyper)).div(1 + step * self._strength("l2", y, hyper))
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,12 +169,10 @@ class group_lasso(_Prox):
 
     def __post_init__(self) -> None:
         self._check("s", self.s)
-        if not isinstance(self.dim, int):
-            raise TypeError(f"`dim` of `group_lasso` must be an integer; got {self.dim!r}. Use 0: a group per row.")
 
     def _point(self, y: Tensor, step: Any, hyper: Any) -> Tensor:
-        if not -y.dim() <= self.dim < y.dim():
-            raise ValueError(f"`dim` must be a dimension of {tuple(y.shape)}; got {self.dim}. Use another group.")
+        if not isinstance(self.dim, int) or not -y.dim() <= self.dim < y.dim():
+            raise ValueError(f"`dim` must be one dimension of {tuple(y.shape)}; got {self.dim}. Use another group.")
         threshold = step * self._strength("s", y, hyper)
         norm = _norm(y, [d for d in range(y.dim()) if d != self.dim % y.dim()])
         gone = norm < threshold
@@ -188,7 +183,7 @@ class group_lasso(_Prox):
 class nuclear(_Prox):
     r"""Soft threshold of the singular values: matrices of low rank (Cai, Candès & Shen, SIAM J. Optim. 20, 2010).
 
-    .. math:: g(Y) = s \sum_i \sigma_i(Y), \qquad \mathrm{prox}(U \Sigma V^\top) = U \max(\Sigma - \mathrm{step}\, s, 0) V^\top
+    .. math:: g(Y) = s \sum_i \sigma_i, \qquad \mathrm{prox}(U \Sigma V^\top) = U (\Sigma - \mathrm{step}\, s)_+ V^\top
 
     Derivatives of every order are right, also where singular values coincide or are zero; at a singular value equal to
     the threshold the first one is the mean of both sides. A tensor of more than two dimensions counts as the matrix
@@ -318,9 +313,9 @@ class simplex(_Prox):
     total: _Strength = 1.0
 
     def _point(self, y: Tensor, step: Any, hyper: Any) -> Tensor:
-        flat = y.reshape(-1)
         # A common shift changes neither point nor derivative; without it large elements would swallow the total.
-        return _waterline(flat - flat.detach().amax(), self._strength("total", y, hyper))[1].reshape(y.shape)
+        shifted = (y - y.detach().amax()).reshape(-1)
+        return _waterline(shifted, self._strength("total", y, hyper))[1].reshape(y.shape)
 
 
 def _soft(y: Tensor, threshold: Scalar) -> Tensor:
@@ -354,39 +349,33 @@ def _shrink(y: Tensor, threshold: Tensor) -> Tensor:
     and |M| = (M^2)^{1/2}. So the derivatives of square roots suffice; singular vectors have none where singular values
     coincide. In the basis U all these matrices are diagonal, with values known from sigma: squaring costs no accuracy.
     """
-
-    def valued(diagonal: Tensor, matrix: Tensor) -> Tensor:  # the derivatives of a matrix without its rounding
-        return torch.diag_embed(diagonal) + (matrix - matrix.detach())
-
     basis, sigma, _ = torch.linalg.svd(y.detach(), full_matrices=False)
-    scale = torch.maximum(sigma.amax(), threshold.detach())
-    scale = torch.where(scale == 0, 1.0, scale)  # the map is homogeneous: a constant scale keeps the squares in range
+    # The map is homogeneous: a constant scale keeps the squares in range.
+    scale = torch.maximum(sigma.amax(), threshold.detach()).clamp(min=torch.finfo(y.dtype).tiny)
     rows, t, sigma = basis.mT @ y / scale, threshold / scale, sigma / scale
     low, eye = t.detach(), torch.eye(sigma.shape[0], dtype=y.dtype, device=y.device)
-    larger = torch.maximum(sigma, low)
-    larger = torch.where(larger == 0, 1.0, larger)
-    gram = valued(sigma.square(), rows @ rows.mT)
+    larger = torch.where((sigma == 0) & (low <= 0), 1.0, torch.maximum(sigma, low))
+    gram = rows @ rows.mT
+    gram = torch.diag_embed(sigma.square()) + (gram - gram.detach())  # its derivatives, but not its rounding
     gap = gram - t.square() * eye
     distance = _lyapunov(gap @ gap, (sigma.square() - low.square()).abs(), None)
     root = _lyapunov((gram + t.square() * eye + distance) / 2, larger, None)
     kept = torch.where(sigma > low, 1 - low / larger, 0.0)
-    weight = valued(kept, eye - t * torch.linalg.inv_ex(root).inverse)
+    weight = eye - t * torch.linalg.inv_ex(root).inverse
+    weight = torch.diag_embed(kept) + (weight - weight.detach())
     return torch.mul(basis @ (weight @ rows), scale)
 
 
 class _Lyapunov(torch.autograd.Function):
-    """The X with A X + X A = R, or without A the X with X X = R; A, or that X, is diagonal and has the `eigenvalues`.
+    """The X with A X + X A = R, or without A the X with X X = R; A, or that X, is diagonal, with these eigenvalues."""
 
-    Where two eigenvalues sum to 0, the element of X is 0. The derivatives are such solutions again, to every order.
-    """
-
-    generate_vmap_rule = True
+    generate_vmap_rule = True  # and the derivatives, to every order, are such solutions again
 
     @staticmethod
     def forward(right: Tensor, eigenvalues: Tensor, matrix: Tensor | None) -> Tensor:
         if matrix is None:
             return torch.diag_embed(eigenvalues)
-        pairs = eigenvalues.unsqueeze(-1) + eigenvalues.unsqueeze(-2)
+        pairs = eigenvalues.unsqueeze(-1) + eigenvalues.unsqueeze(-2)  # 0 only at a kink
         return torch.where(pairs == 0, 0.0, right / torch.where(pairs == 0, 1.0, pairs))
 
     @staticmethod

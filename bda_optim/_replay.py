@@ -116,7 +116,8 @@ class Replay:
         end = len(self._items)
         with self._ambient.restored():
             if self._every is None:
-                cotangents = self._reverse(dict(self._stored), 0, end, self._slots, hyper, cotangents, total)
+                # States are dropped on the way; a second backward pass (retain_graph=True) starts from the first alone.
+                cotangents = self._reverse(self._stored, 0, end, self._slots, hyper, cotangents, total)
             else:
                 for start in reversed(range(0, end, self._every)):
                     stop = min(start + self._every, end)
@@ -132,6 +133,7 @@ class Replay:
             state, hyper = self._split(self._state, inputs)
             for number in range(len(self._items)):
                 state, _ = self._step(state, hyper, self._item(number))
+        refuse_captured(tensors(state), inputs, ends=[t.grad_fn for t in inputs])
         return pull_back(tensors(state), inputs, cotangents, create_graph=True)
 
     def _positions(self) -> set[int]:
@@ -205,16 +207,19 @@ class Replay:
         else:
             assert source is not None
             self._ambient.set_rng(source.rng)
+            records = []
             with torch.enable_grad():
                 inputs = [*fresh(tensors(source.state)), *hyper]
                 state, _ = self._split(source.state, inputs)
                 for number in range(start, stop):
-                    state, _ = self._step(state, hyper, self._item(number))
+                    state, record = self._step(state, hyper, self._item(number))
+                    records.append(record)
             outputs = tensors(state)
             refuse_captured(outputs, inputs)
             known = self.last if stop == len(self._items) else getattr(self._stored.get(stop), "state", None)
             if known is not None:
                 self._ambient.compare(outputs, tensors(known))
+            self._ambient.compare(_joined(records), _joined(self.records[start:stop]))
         return self._add(pull_back(outputs, inputs, cotangents), total)
 
     def _compiled_segment(
@@ -307,16 +312,25 @@ def pull_back(
     return [next(found) if x.requires_grad else None for x in inputs]
 
 
-def refuse_captured(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Raise where a step depends on a leaf that it was not given: its gradient would be lost, silently."""
+def refuse_captured(outputs: Sequence[Tensor], inputs: Sequence[Tensor], ends: Sequence[Any] = ()) -> None:
+    """Raise where a step depends on a leaf that it was not given: its gradient would be lost, silently.
+
+    Inputs that are no leaves are told by their nodes, `ends`.
+    """
     known = {id(t) for t in inputs}
-    for leaf in _graph.leaves(outputs):
+    for leaf in _graph.leaves(outputs, ends):
         if id(leaf) not in known:
             raise ValueError(
                 "a loss uses a tensor that requires grad but is neither in `hyper=` nor in `batches=`; got one of "
                 f"{describe(leaf)}. Its gradient would be lost: pass it in `hyper=` and take it from the loss function's "
                 "second argument, detach it, or use `adjoint=Unroll()`."
             )
+
+
+def _joined(records: Any) -> list[Tensor]:
+    """Return all numbers of some records as one vector, so that two rows of them are compared at once."""
+    numbers = [t.reshape(-1) for t in tensors(records)]
+    return [torch.cat(numbers)] if numbers else []
 
 
 def changed_in_place(name: str, tensor: Tensor) -> str:

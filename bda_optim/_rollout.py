@@ -11,9 +11,9 @@ from torch import Tensor
 from ._adjoint import Adjoint, Unroll
 from ._aggregation import is_zero, weight
 from ._ambient import surroundings
-from ._engine import compiled, with_plain_counts, with_tensor_counts
+from ._engine import CompiledStep, with_plain_counts, with_tensor_counts
 from ._functional import module_slot
-from ._objective import Loss, Objective, TasksObjective, TreeObjective
+from ._objective import Loss, Objective, OverTasks, TasksObjective, TreeObjective
 from ._plan import Items, check_ambient, check_count, check_devices
 from ._rules import resolve
 from ._settings import check_group, complete
@@ -89,6 +89,7 @@ class Problem:
         built = [Group(members, slots.template(dict(s), f"group {i}")) for i, (members, s) in enumerate(groups)]
         self.update = Update(rule, built, tasks=tasks)
         self.items = Items(batches, steps, slots, tasks=tasks)
+        self.over_tasks = OverTasks(tasks) if tasks else None
 
     def run(
         self, objective: Objective, state: InnerState, values: Sequence[Tensor], adjoint: Adjoint, *, compile: bool
@@ -96,12 +97,12 @@ class Problem:
         """Roll out from `state`, with `values` in the slots."""
         check_devices(state.params, zip(self.slots.names, values, strict=True))
         if self.tasks is not None:
-            objective = TasksObjective(objective, self.tasks)
+            objective = TasksObjective(objective, self.tasks, self.over_tasks)
         step = BDAStep(objective, self.lower, self.upper, self.update, self.hyper, names=self.slots.names)
         with surroundings():
             if compile and not state.params[0].is_meta:
-                run: Any = compiled(step, state, values)
                 start = with_tensor_counts(state)
+                run: Any = CompiledStep(step, start, values)
             else:
                 run, start = step, state
             last, records = adjoint(run, start, tuple(values), self.items)

@@ -255,7 +255,8 @@ class ParameterRule:
         return {key: _taken(torch_state.get(key), default) for key, default in fresh.items()}
 
     def _complete(self, settings: Settings) -> dict[str, Any]:
-        return {**self.defaults, **{key: _flat(value) for key, value in settings.items()}}
+        """The rule's own settings, all of them; a group has more (`alpha`, `prox`, ...)."""
+        return {key: _flat(settings.get(key, default)) for key, default in self.defaults.items()}
 
     def _local(self, full: dict[str, Any], index: int, param: Tensor) -> Settings:
         """The settings of one parameter, picked out of the lists."""
@@ -817,6 +818,9 @@ def resolve(rule: Any) -> Rule:
     if not isinstance(rule, type) and hasattr(rule, "init") and hasattr(rule, "update") and not hasattr(rule, "point"):
         return Transformation(rule)
     if not all(hasattr(found, part) for part in _PROTOCOL):
-        raise TypeError(f"`rule` must have {', '.join(_PROTOCOL)}; got {rule!r}. Use a class of torch.optim: {known}.")
+        raise TypeError(
+            f"`rule` must have {', '.join(_PROTOCOL)}; got {rule!r}. Use a class of torch.optim: {known}; or a "
+            "torchopt transformation, such as `torchopt.adam(lr=0.1)`."
+        )
     resolved: Rule = found() if isinstance(found, type) else found
     return resolved

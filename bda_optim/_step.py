@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -96,7 +97,9 @@ class Update:
             return self.rule.update(grads, memory, params, settings)
 
         try:
-            return over_tasks(one, list(grads), memory, list(params))
+            with warnings.catch_warnings():  # torch tells of the operations that it batches slowly
+                warnings.filterwarnings("ignore", message=".*not yet implemented the batching rule")
+                return over_tasks(one, list(grads), memory, list(params))
         except RuntimeError:  # `vmap` cannot batch what reads a number, as torchopt's clip_grad_norm does
             return one_by_one(one, self.tasks, list(grads), memory, list(params))
 

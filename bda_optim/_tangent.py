@@ -81,7 +81,7 @@ class Attached(torch.autograd.Function):
         for carries, cotangent in zip(ctx.carries, cotangents, strict=True):
             flow = next(flows) if carries else None
             if flow is not None and cotangent is not None:
-                parts.append(flow.flatten(1) @ cotangent.flatten())
+                parts.append(flow.reshape(len(flow), -1) @ cotangent.reshape(-1))
         if not parts:
             return (None,) * (2 + len(ctx.inputs))
         total = torch.stack(parts).sum(0)

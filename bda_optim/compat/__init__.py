@@ -1,0 +1,1 @@
+"""What lets code written for other libraries run on this one."""
