@@ -155,12 +155,15 @@ def _twin(module: nn.Module, twins: dict[int, nn.Module]) -> nn.Module:
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_EMPTY = (dict, OrderedDict, list, tuple, set, bool, int, type(None))
 
 
 def _redirect(twin: nn.Module, twins: dict[int, nn.Module], places: dict[int, Place]) -> None:
     """Make every reference in `twin` to a module or tensor of the tree point to the skeleton's."""
     content = twin.__dict__
     for key, value in content.items():
+        if type(value) in _EMPTY and not value:  # two thirds of a module's attributes
+            continue
         plain = dict(value) if key in _HOOKS else value
         new = _redirected(plain, twins, places)
         if new is not plain:  # among hooks: one that is a method of a module of the tree; others stay shared
@@ -234,7 +237,13 @@ class _Composed(nn.Module):
         self.dim = dim
 
     def forward(self, g: Tensor, v: Tensor) -> Tensor:
-        return v * (g / torch.norm_except_dim(v, 2, self.dim))
+        # Not `torch.norm_except_dim`, which vmap batches slowly, with a warning.
+        others = [d for d in range(v.dim()) if d != self.dim]
+        norm = torch.linalg.vector_norm(v) if self.dim == -1 else v.abs()
+        if others and self.dim != -1:
+            norm = torch.linalg.vector_norm(v, dim=others, keepdim=True)
+        weight: Tensor = v * (g / norm)
+        return weight
 
 
 def _recompose_weight_norm(twin: nn.Module) -> None:

@@ -15,8 +15,8 @@ _NO_SECOND_DERIVATIVE = {
     "EmbeddingBagBackwardBackward0": ("EmbeddingBag", "an Embedding followed by mean or sum"),
     "CdistBackwardBackward0": ("cdist", "(a.unsqueeze(-2) - b.unsqueeze(-3)).norm(dim=-1)"),
     "PdistBackwardBackward0": ("pdist", "norms of differences"),
-    "CtcLossBackwardBackward0": ("ctc_loss", "another loss"),
 }
+_NO_FORMULA = "torch::autograd::NotImplemented"  # the node of any operation whose derivative torch does not have
 
 
 def nodes(roots: Iterable[Tensor], ends: Iterable[Any] = ()) -> Iterator[Any]:
@@ -56,6 +56,11 @@ def refuse_once_differentiable(roots: Iterable[Tensor]) -> None:
     """Raise where a gradient contains something that torch cannot differentiate again."""
     for node in nodes(roots):
         found = _NO_SECOND_DERIVATIVE.get(node.name())
+        if node.name() == _NO_FORMULA:
+            near = [following.name() for following, _ in node.next_functions if following is not None]
+            found = ("an operation near " + ", ".join(near), "another one")
+            if "CtcLossBackward0" in near:
+                found = ("ctc_loss", "another loss")
         if found:
             raise NotImplementedError(
                 f"torch has no second derivative of `{found[0]}`, which the inner loss uses, so no hypergradient "

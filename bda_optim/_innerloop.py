@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ._aggregation import is_zero, weight
+from ._ambient import refuse_reentrant, sequence_number
 from ._functional import Skeleton
 from ._graph import refuse_once_differentiable
 from ._module import FunctionalModule
@@ -108,6 +109,7 @@ class DiffOptimizer:
         self._groups = [(members, dict(settings)) for members, settings in inner._groups()]
         self._track, self._cut, self._steps, self._first_order = track, cut, steps, first_order
         self._records: list[Record] = []
+        self._opened = sequence_number()
         self._apply(override)
         refuse_extrapolation(self._update, fmodel._state, "innerloop_ctx")
 
@@ -134,7 +136,8 @@ class DiffOptimizer:
             raise ValueError(
                 f"the loop was opened with steps={self._steps}; got one step more. Open it with more steps."
             )
-        self._apply(override)
+        if override:
+            self._apply(override)
         k, state = self.k + 1, self._fmodel._state
         settings = self._update.settings(())
         weights = [weight(chosen["alpha"], k) for chosen in settings]
@@ -144,15 +147,20 @@ class DiffOptimizer:
                 f"`alpha` is not 0 at step k={k}, so the step needs the upper loss too; got only the lower one. "
                 "Write `diffopt.step(lower, upper)`, or set alpha=0.0."
             )
+        if k == 1:
+            refuse_reentrant(lower, self._opened)
+            refuse_reentrant(upper, self._opened)
         track = self._track and k > self._cut
         graph = track and not self._first_order
-        lower_grads = gradients(lower, state.params, "lower", k, create_graph=graph, retain_graph=aggregates or graph)
-        upper_grads = no_gradients(state.params)
-        if aggregates:
-            upper_grads = gradients(upper, state.params, "upper", k, create_graph=graph)
-        if grad_callback is not None:
-            lower_grads = list(grad_callback(list(lower_grads)))
+        with torch.enable_grad():  # the caller may be under no_grad
+            keep = aggregates or graph
+            lower_grads = gradients(lower, state.params, "lower", k, create_graph=graph, retain_graph=keep)
+            upper_grads = no_gradients(state.params)
+            if aggregates:
+                upper_grads = gradients(upper, state.params, "upper", k, create_graph=graph)
         with torch.set_grad_enabled(track):
+            if grad_callback is not None:
+                lower_grads = list(grad_callback(list(lower_grads)))
             new = self._update(state, lower_grads, upper_grads, settings, weights, NO_HYPER)
         if not track:
             new = detach(new)
@@ -171,6 +179,7 @@ class DiffOptimizer:
             check_finite(self._records, self._fmodel._state.params)
 
     def _apply(self, override: Override | None) -> None:
+        groups = [(members, dict(settings)) for members, settings in self._groups]  # as before, should this raise
         for name, value in (override or {}).items():
             values = value if isinstance(value, list) else [value]
             if len(values) not in (1, len(self._groups)):
@@ -178,17 +187,28 @@ class DiffOptimizer:
                     f"`override[{name!r}]` must be one value or a list with one per group ({len(self._groups)}); got "
                     f"{len(values)}. For one tensor per parameter write a list of lists."
                 )
-            for i, (_, settings) in enumerate(self._groups):
+            for i, (_, settings) in enumerate(groups):
                 if name not in settings:
                     raise ValueError(
                         f"`override` names settings of {self._rule.name}; got {name!r}, not in {list(settings)}."
                     )
                 settings[name] = values[i % len(values)]
-        params = self._fmodel._state.params
-        for members, settings in self._groups:
-            check_group(self._rule, settings, [params[i] for i in members])
-        self._update = Update(self._rule, [Group(m, Template.constant(dict(s))) for m, s in self._groups])
-        self._fmodel.__dict__["_update"] = self._update
+        state, memories = self._fmodel._state, []
+        for (members, settings), memory in zip(groups, state.rule, strict=True):
+            params = [state.params[i].detach() for i in members]
+            check_group(self._rule, settings, params)
+            memories.append(_grown(memory, self._rule.init(params, settings)) if override else memory)
+        self._groups = groups
+        self._update = Update(self._rule, [Group(m, Template.constant(s)) for m, s in groups])
+        self._fmodel.__dict__.update(_update=self._update, _state=state._replace(rule=tuple(memories)))
+
+
+def _grown(memory: Any, fresh: Any) -> Any:
+    """Return a group's memory with what other settings need besides (a momentum that was off before)."""
+    if not all(isinstance(part, tuple) and all(isinstance(m, dict) for m in part) for part in (memory, fresh)):
+        return memory
+    pairs = zip(memory, fresh, strict=True)
+    return tuple({**{k: v for k, v in new.items() if k != "step" or not old}, **old} for old, new in pairs)
 
 
 def _cut(steps: int | None, last: int | None, copy_initial_weights: bool) -> int:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ._ambient import Ambient
+from ._ambient import Ambient, refuse_reentrant, sequence_number
 from ._functional import Skeleton
 from ._tree import Slot, Template, map_tensors, one_by_one, over_tasks, replace_tensors, tensors
 
@@ -47,6 +47,7 @@ class ModuleObjective:
     def __init__(self, skeleton: Skeleton, names: Sequence[str], others: dict[str, Slot], hyper: Template) -> None:
         """Remember which parameters are the lower variables (`names`) and which are upper ones (`others`)."""
         self._skeleton, self._names, self._others, self._hyper = skeleton, tuple(names), others, hyper
+        self._seen: list[Loss] = []
 
     def frozen(self) -> Any:
         """Return what a trace depends on."""
@@ -59,8 +60,12 @@ class ModuleObjective:
         self._skeleton.lay_params(self._names, params)
         self._skeleton.lay_params(self._others, (slot.fill(hyper) for slot in self._others.values()))
         self._skeleton.lay_buffers(buffers)
+        number = sequence_number()
         with self._skeleton.surroundings():
             value = loss(self._skeleton.root, self._hyper.fill(hyper), batch)
+        if all(loss is not seen for seen in self._seen):
+            self._seen.append(loss)
+            refuse_reentrant(value, number)
         return value, self._skeleton.read_buffers()
 
 

@@ -46,7 +46,8 @@ class BDAInnerOptimizer(Optimizer):
             0.0 is plain unrolling (RHG): the upper loss is then not even evaluated.
         prox: A proximal map of `bda_optim.prox`, for a nonsmooth term of the lower level. Its step is `lr`; under
             momentum or Adam that is a heuristic.
-        rule: None for SGD, a class of torch.optim, or `FISTA`.
+        rule: None for SGD, a class of torch.optim, `FISTA`, or a torchopt transformation such as ``torchopt.adam(0.1)``;
+            the last has its own rate, so that `lr` is left out.
         **settings: The rule's own: for SGD `momentum`, `dampening`, `weight_decay`, `nesterov`, `maximize`; for others
             what their class takes (the `alpha` of RMSprop and ASGD is called `rule_alpha`).
 
@@ -230,12 +231,14 @@ class BDAInnerOptimizer(Optimizer):
             )
         loaded = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), dict(state_dict))
         loaded["param_groups"] = [dict(group) for group in loaded["param_groups"]]
+        kept = []
         for group, live in zip(loaded["param_groups"], self.param_groups, strict=False):
-            group.setdefault("prox", live["prox"])
-            group.setdefault("alpha", live["alpha"])
-            if isinstance(group["alpha"], dict):
+            kept.append({name: live[name] for name in ("prox", "alpha") if name not in group})
+            if isinstance(group.get("alpha"), dict):
                 group["alpha"] = from_plain(group["alpha"])
         super().load_state_dict(loaded)
+        for group, own in zip(self.param_groups, kept, strict=True):
+            group.update(own)  # only now: torch copies what it loads, and a learned strength would be another tensor
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and deepcopy carry: torch's part and the rule."""

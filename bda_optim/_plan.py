@@ -50,6 +50,7 @@ class Items(Sequence[Item]):
 
     Attributes:
         eager: Whether the batches are held by a list anyway.
+        constants: The tensors of such a list that are not in slots, with a name for messages.
     """
 
     def __init__(self, batches: Any, steps: int, slots: Slots, *, tasks: int | None = None) -> None:
@@ -58,14 +59,18 @@ class Items(Sequence[Item]):
             batches = list(batches.unbind(0))
         if batches is not None:
             _check_batches(batches, steps)
+        if isinstance(batches, list):
+            batches = tuple(batches)  # the user's list may change before it is read again
         self._batches, self._tasks, self._slots = batches, tasks, slots
         self._known: dict[int, Any] = {}
+        self.constants: list[tuple[str, Tensor]] = []
         self.eager = isinstance(batches, list | tuple | None)
         self._numbers = range(steps)
         if batches is not None and self.eager:
             for number, batch in enumerate(batches):
                 if id(batch) not in self._known:
-                    self._known[id(batch)] = self._prepared(batch, number)
+                    self._known[id(batch)] = prepared = self._prepared(batch, number)
+                    self.constants += [(f"a tensor of batches[{number}]", t) for t in tensors(prepared)]
 
     def __len__(self) -> int:
         """Return the number of steps."""

@@ -174,7 +174,8 @@ class group_lasso(_Prox):
         if not isinstance(self.dim, int) or not -y.dim() <= self.dim < y.dim():
             raise ValueError(f"`dim` must be one dimension of {tuple(y.shape)}; got {self.dim}. Use another group.")
         threshold = step * self._strength("s", y, hyper)
-        norm = _norm(y, [d for d in range(y.dim()) if d != self.dim % y.dim()])
+        norm = _norm(y.movedim(self.dim, -1).reshape(-1, y.shape[self.dim]).mT)
+        norm = norm.reshape([-1 if d == self.dim % y.dim() else 1 for d in range(y.dim())])
         gone = norm < threshold
         return torch.where(gone, 0.0, y * (1 - threshold / torch.where(gone | (norm == 0), 1.0, norm)))
 
@@ -270,7 +271,7 @@ class l2_ball(_Prox):
     r: _Strength
 
     def _point(self, y: Tensor, step: Any, hyper: Any) -> Tensor:
-        radius, norm = self._strength("r", y, hyper), _norm(y.reshape(-1), [0]).reshape(())
+        radius, norm = self._strength("r", y, hyper), _norm(y.reshape(-1)).reshape(())
         inside = norm < radius
         return torch.where(inside, y, y * (radius / torch.where(inside | (norm == 0), 1.0, norm)))
 
@@ -323,11 +324,11 @@ def _soft(y: Tensor, threshold: Scalar) -> Tensor:
     return torch.where(y.abs() < threshold, 0.0, y - threshold * y.sign())
 
 
-def _norm(y: Tensor, dims: list[int]) -> Tensor:
-    """Return the Euclidean norm over `dims`, which are kept; its derivatives at 0 are 0, to every order."""
-    square = y.square().sum(dims, keepdim=True) if dims else y.square()  # sum([]) would sum over everything
-    zero = square == 0
-    return torch.where(zero, 0.0, torch.where(zero, 1.0, square).sqrt())
+def _norm(rows: Tensor) -> Tensor:
+    """Return the Euclidean norms over the last dimension, which is kept; the derivatives at 0 are 0, to every order."""
+    scale = rows.detach().abs().amax(-1, keepdim=True)  # the norm is homogeneous: so no square can underflow
+    square = (rows / torch.where(scale == 0, 1.0, scale)).square().sum(-1, keepdim=True)
+    return scale * torch.where(scale == 0, 1.0, square).sqrt()
 
 
 def _waterline(v: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
@@ -360,7 +361,7 @@ def _shrink(y: Tensor, threshold: Tensor) -> Tensor:
     gap = gram - t.square() * eye
     distance = _lyapunov(gap @ gap, (sigma.square() - low.square()).abs(), None)
     root = _lyapunov((gram + t.square() * eye + distance) / 2, larger, None)
-    kept = torch.where(sigma > low, 1 - low / larger, 0.0)
+    kept = torch.where(sigma < low, 0.0, 1 - low / larger)
     weight = eye - t * torch.linalg.inv_ex(root).inverse
     weight = torch.diag_embed(kept) + (weight - weight.detach())
     return torch.mul(basis @ (weight @ rows), scale)

@@ -95,7 +95,7 @@ class Problem:
         self, objective: Objective, state: InnerState, values: Sequence[Tensor], adjoint: Adjoint, *, compile: bool
     ) -> tuple[InnerState, Trace]:
         """Roll out from `state`, with `values` in the slots."""
-        check_devices(state.params, zip(self.slots.names, values, strict=True))
+        check_devices(state.params, [*zip(self.slots.names, values, strict=True), *self.items.constants])
         if self.tasks is not None:
             objective = TasksObjective(objective, self.tasks, self.over_tasks)
         step = BDAStep(objective, self.lower, self.upper, self.update, self.hyper, names=self.slots.names)
@@ -147,7 +147,7 @@ def rollout(
         lr: s_l; by default the rule's own.
         upper_lr: s_u; the same as `lr` if None.
         alpha: The weight of the upper direction: a number, a schedule or a tensor.
-        rule: None for SGD, a class of torch.optim, or `FISTA`.
+        rule: None for SGD, a class of torch.optim, `FISTA`, or a torchopt transformation (then without `lr`).
         prox: A proximal map of `bda_optim.prox`.
         batches: One batch per step.
         tasks: The number B of tasks; every tensor of a batch then has it as its first dimension, and so has the result.
@@ -230,11 +230,7 @@ def hypergradient(
         with surroundings():
             value, _ = objective(upper, state.params, (), given, upper_batch)
         _check_value(value, tasks)
-        wanted = [t for t in given if t.requires_grad]
-        found = iter(
-            torch.autograd.grad(value.sum(), wanted, allow_unused=True, materialize_grads=True) if wanted else ()
-        )
-    grads = [next(found) if t.requires_grad else torch.zeros_like(t) for t in given]
+        grads = _total_derivatives(value.sum(), given, slots.tensors[: len(given)])
     last = replace_tensors(params, [p.detach() for p in state.params])
     return Hypergradient(value.detach(), _mirror(hyper, slots, grads), last, trace)
 
@@ -327,15 +323,33 @@ def _lower_variables(params: Any) -> list[Tensor]:
     return found
 
 
+def _total_derivatives(value: Tensor, given: Sequence[Tensor], originals: Sequence[Tensor]) -> list[Tensor]:
+    """Return the derivatives with respect to the tensors of `hyper`, zeros where there are none.
+
+    The losses are `given` copies; but a loss may have captured the original, and a setting or a batch may be computed
+    from it (``lr=log_lr.exp()``): that counts as well.
+    """
+    wanted = [t for t in (*given, *originals) if t.requires_grad]
+    found: dict[int, Tensor | None] = {}
+    if wanted and value.requires_grad:
+        # The graph behind the originals is the user's, who may need it again.
+        outside = any(t.requires_grad for t in originals)
+        slopes = torch.autograd.grad(value, wanted, allow_unused=True, retain_graph=outside)
+        found = dict(zip(map(id, wanted), slopes, strict=True))
+    pairs = ((found.get(id(new)), found.get(id(old)), new) for new, old in zip(given, originals, strict=True))
+    return [sum((p for p in (a, b) if p is not None), start=torch.zeros_like(t)) for a, b, t in pairs]
+
+
 def _check_upper(upper: Loss | None, groups: Sequence[Mapping[str, Any]], steps: int) -> None:
     for settings in groups:
         for k in (1, steps):
             alpha = weight(settings["alpha"], k)
-            if isinstance(alpha, Tensor) and not alpha.is_meta and not bool(((alpha >= 0) & (alpha < 1)).all()):
-                shown = alpha.item() if alpha.numel() == 1 else "a tensor beyond"
-                raise ValueError(
-                    f"`alpha` must lie in [0, 1) at every step; got {shown} at k={k}. Learn it through a sigmoid."
-                )
+            for value in alpha if isinstance(alpha, list) else [alpha]:
+                if isinstance(value, Tensor) and not value.is_meta and not bool(((value >= 0) & (value < 1)).all()):
+                    shown = value.item() if value.numel() == 1 else "a tensor beyond"
+                    raise ValueError(
+                        f"`alpha` must lie in [0, 1) at every step; got {shown} at k={k}. Learn it through a sigmoid."
+                    )
             if upper is None and not is_zero(alpha):
                 raise ValueError(
                     f"`alpha` is not 0 at step k={k}, so the upper loss is needed in the inner loop; got upper=None. "

@@ -131,7 +131,7 @@ def _real(value: Any) -> Any:
 
 def _like(value: Any, example: Any) -> Any:
     """Bring what `_move` returned back to the dtype of the tensor it replaces."""
-    if not isinstance(example, Tensor):
+    if not isinstance(example, Tensor) or value.dtype == example.dtype:
         return value
     return (torch.view_as_complex(value.contiguous()) if example.is_complex() else value).to(example.dtype)
 
@@ -707,8 +707,7 @@ class Transformation:
             updates, after = self.transformation.update(
                 shown, pytree.tree_unflatten(before, form.spec), params=tuple(params), inplace=False
             )
-        # torchopt puts None into the state of a parameter without a gradient, and never moves it again.
-        new = [old if leaf is None else leaf for old, leaf in zip(before, pytree.tree_leaves(after), strict=True)]
+        new = [_kept(*entry) for entry in zip(pytree.tree_leaves(after), before, leaves, strict=True)]
         moves = [None if g is None or u is None else Move(u, -1.0) for g, u in zip(grads, updates, strict=True)]
         if not tracked:
             moves, new = pytree.tree_map(_detached, (moves, new))
@@ -717,14 +716,21 @@ class Transformation:
     def _form(self, params: Sequence[Tensor]) -> _Form:
         key = tuple((p.shape, p.dtype) for p in params)
         if key not in self._forms:
+            state = self.transformation.init(tuple(params))
+            leaves, spec = pytree.tree_flatten(state)
+            types = [leaf.dtype if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
+            small = tuple(torch.zeros([min(size, 1) for size in shape], dtype=dtype) for shape, dtype in key)
             with torch.random.fork_rng(devices=[]):
-                self._forms[key] = self._tried(tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in key))
+                needs_graph = self._needs_graph(small)
+            self._forms[key] = _Form("+".join(_parts(state)) or "no state", spec, types, needs_graph)
         return self._forms[key]
 
-    def _tried(self, params: tuple[Tensor, ...]) -> _Form:
-        """Update twice from the same state; this also takes torchopt's momentum over its flag of a first call."""
+    def _needs_graph(self, params: tuple[Tensor, ...]) -> bool:
+        """Update twice from the same state, and return whether the gradients must require grad.
+
+        torchopt's momentum remembers its first call, and treats that differently: this one is over before it matters.
+        """
         state = self.transformation.init(params)
-        leaves, spec = pytree.tree_flatten(state)
 
         def call(graph: bool) -> Any:
             torch.manual_seed(0)
@@ -739,7 +745,7 @@ class Transformation:
         except RuntimeError:
             needs_graph, first = True, call(True)
         second = call(needs_graph)
-        if pytree.tree_structure(first[1]) != spec:
+        if pytree.tree_structure(first[1]) != pytree.tree_structure(state):
             raise ValueError("a transformation's state must keep its structure; got another after an update.")
         pairs = zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=True)
         if not all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and not a.isnan().any()):
@@ -747,8 +753,7 @@ class Transformation:
                 "a transformation must be a pure function, for a rollout to be replayed; got two results for the same "
                 "arguments, as of torchopt's momentum with dampening. Use `rule=torch.optim.SGD` and its `dampening=`."
             )
-        types = [leaf.dtype if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
-        return _Form("+".join(_parts(state)) or "no state", spec, types, needs_graph)
+        return needs_graph
 
 
 def _parts(state: Any) -> list[str]:
@@ -768,6 +773,15 @@ def _restored(leaf: Any, kind: torch.dtype | type) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.to(kind) if isinstance(kind, torch.dtype) else kind(leaf)
+
+
+def _kept(leaf: Any, before: Any, given: Any) -> Any:
+    """A leaf of the new state; a number that was given as a tensor stays one.
+
+    torchopt puts None into the state of a parameter without a gradient, and never moves it again: keep what was there.
+    """
+    leaf = before if leaf is None else leaf
+    return leaf if isinstance(leaf, Tensor) or not isinstance(given, Tensor) else torch.full_like(given, leaf)
 
 
 _PLAIN = SGD()

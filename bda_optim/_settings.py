@@ -31,7 +31,6 @@ def complete(rule: Rule, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_group(rule: Rule, settings: Mapping[str, Any], params: Sequence[Tensor]) -> None:
     """Raise where the settings of a group cannot be honoured for its parameters."""
-    rule.validate({name: settings[name] for name in rule.defaults})
     for name, value in settings.items():
         if isinstance(value, list) and not isinstance(rule.defaults.get(name), tuple):
             _check_list(name, value, params)
@@ -40,6 +39,7 @@ def check_group(rule: Rule, settings: Mapping[str, Any], params: Sequence[Tensor
                 f"`{name}` must be a tensor with one element, or a list with one tensor per parameter; got a tensor of "
                 f"shape {tuple(value.shape)}. Write `{name}=[torch.full_like(p, 0.1) for p in params]` for rates per element."
             )
+    rule.validate({name: settings[name] for name in rule.defaults})
     upper_lr, alpha, prox = settings["upper_lr"], settings["alpha"], settings["prox"]
     if not isinstance(upper_lr, int | float | Tensor | list | None) or isinstance(upper_lr, bool):
         raise TypeError(f"`upper_lr` must be a number or a tensor; got {upper_lr!r}. Leave it out to follow `lr`.")

@@ -27,3 +27,12 @@ def _same_start() -> Iterator[None]:
     yield
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(grad_enabled)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests recorded with ``record_property("table", text)``; what workers print themselves is lost."""
+    for report in terminalreporter.getreports("passed"):
+        for name, text in getattr(report, "user_properties", ()):
+            if name == "table":
+                terminalreporter.section(report.nodeid)
+                terminalreporter.write_line(text)

@@ -13,7 +13,18 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = (
     {"_types", "_tree", "_graph"},
-    {"_schedules", "_aggregation", "_prox", "_rules", "_functional", "_plan", "_settings", "_ambient", "_tangent", "_freeze"},
+    {
+        "_schedules",
+        "_aggregation",
+        "_prox",
+        "_rules",
+        "_functional",
+        "_plan",
+        "_settings",
+        "_ambient",
+        "_tangent",
+        "_freeze",
+    },
     {"_objective", "_step", "_replay", "_adjoint"},
     {"_rollout", "_engine"},
     {"_module", "_optimizer", "_innerloop", "compat", "diagnose", "__init__"},

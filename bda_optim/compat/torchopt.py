@@ -11,7 +11,8 @@ so that they also pass through a `torchopt.chain`:
 | meta-optimizer | ``MetaBDA(module, transformation).step(lower_loss, upper_loss)`` |
 | alpha = 0 | there is none: torchopt's own `FuncOptimizer`, `MetaOptimizer` and `Optimizer` will do |
 
-What stands before `bda` in a chain sees the lower gradients only, what stands after it the whole aggregated step.
+What stands before `bda` in a chain sees the lower gradients only, what stands after it the whole aggregated step. Like
+`torchopt.sgd`, `bda` contains the rates and the sign: what it returns is added to the parameters.
 
 The other direction needs nothing of this module: ``BDAInnerOptimizer(params, rule=torchopt.adam(lr=0.1))``, `rollout`
 and `hypergradient` take any torchopt transformation as `rule=`, under every adjoint.
@@ -139,7 +140,7 @@ class _BDA:
         numbered = iter(enumerate(moves))
         new = [None if y is None else _change(y, upper, chosen, *next(numbered)) for y, _, upper in leaves]
         found = pytree.tree_unflatten(pytree.tree_structure(updates, none_is_leaf=True), new)
-        return found, BDAState(state.k + 1, _as_tensors(memory))
+        return found, BDAState(state.k + 1, memory)
 
     def _leaves(self, params: Any, updates: Any, state: BDAState, alpha: Any) -> list[tuple[Any, Any, Any]]:
         """Return each parameter with its lower and its upper gradient."""

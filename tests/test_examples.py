@@ -1,0 +1,131 @@
+"""The examples run and say what is true, and so do the README's snippets."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+SNIPPETS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+# K: (argmin phi_K of RHG, of BDA), (dphi_K/dx at 0 of RHG, of BDA), from y0 = (2, 2)
+COUNTEREXAMPLE = {
+    8: ((1.508314854315, 1.137076083542), (-2.552978515342131, -0.624011700227637)),
+    16: ((1.500203724024, 1.083240150351), (-2.917142070237089, -0.862081933783990)),
+    64: ((1.500000000000, 1.029095608589), (-2.999998116870268, -0.999969526796144)),
+}
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("counterexample", ROOT / "examples" / "counterexample.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    module.descend.cache_clear()
+
+
+@pytest.mark.parametrize("steps", COUNTEREXAMPLE)
+def test_counterexample_table(example: ModuleType, steps: int) -> None:
+    found = example.row(steps)
+    argmin, slope = COUNTEREXAMPLE[steps]
+    assert found.steps == steps
+    assert found.argmin == pytest.approx(argmin, abs=1e-9, rel=0)
+    assert found.slope == pytest.approx(slope, abs=1e-9, rel=0)
+    assert found.warm[0] > 1.49  # RHG does not get there, BDA does
+    assert found.warm[1] == pytest.approx(1.0, abs=1e-5)
+    text = example.table([found])
+    assert all(f"{value:.12f}" in text for pair in (found.argmin, found.slope, found.warm) for value in pair)
+    numbers = " | ".join(f"{value:.6f}" for value in (*found.argmin, *found.warm))
+    assert f"\n| {steps} | {numbers} |\n" in README
+
+
+def test_counterexample_warm_start(example: ModuleType) -> None:
+    rhg, aggregated = example.row(16, iterations=50).warm
+    assert rhg == pytest.approx(1.507, abs=5e-4)
+    assert aggregated == pytest.approx(0.9999999989, abs=1e-10)
+
+
+def test_counterexample_cold_start_ends_at_the_minimiser(example: ModuleType) -> None:
+    for alpha, end in zip((example.RHG, example.BDA), COUNTEREXAMPLE[16][0], strict=True):
+        run = example.descend(0.0, (2.0, 2.0), 16, alpha, warm=False, iterations=50)
+        assert run.x[-1].item() == pytest.approx(end, abs=1e-9)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_counterexample_is_symmetric(example: ModuleType, warm: bool) -> None:
+    """A start reflected at the solution gives the reflected run: from y0 = (0, 0) every value v becomes 2 - v."""
+    run = example.descend(0.0, (2.0, 2.0), 8, example.BDA, warm=warm, iterations=5)
+    mirrored = example.descend(2.0, (0.0, 0.0), 8, example.BDA, warm=warm, iterations=5)
+    assert (run.x + mirrored.x - 2).abs().max() < 1e-12
+    assert (run.y + mirrored.y - 2).abs().max() < 1e-12
+
+
+def test_titles_of_the_figures_are_true(example: ModuleType) -> None:
+    def end(problem: tuple[object, ...], warm: bool, iteration: int = 14) -> float:
+        """The error in x."""
+        run = example.descend(*problem, warm=warm, iterations=14)
+        return list(example.errors(run).values())[2][iteration].item()
+
+    for start in example.STARTS:
+        for warm in (False, True):
+            assert end((*start, 16, example.RHG), warm) > 0.2
+        assert end((*start, 16, example.BDA), False) < 0.01
+        assert end((*start, 16, example.BDA), True) < 1e-4
+
+    start = (0.0, (2.0, 2.0))
+    for warm in (False, True):
+        assert all(end((*start, steps, example.RHG), warm) > 0.2 for steps in example.STEPS)
+        closer = [end((*start, steps, example.BDA), warm) for steps in example.STEPS]
+        assert closer[0] > closer[1] > closer[2]
+        fixed, vanishing = (end((*start, 16, alpha), warm, 10) for alpha in (0.5, example.bda.harmonic(0.9)))
+        assert fixed > 0.5 and vanishing < 1e-2
+
+
+def test_errors_vanish_at_the_solution(example: ModuleType) -> None:
+    found = example.errors(example.Run(example.X_STAR[None], example.Y_STAR[None]))
+    assert len(found) == 4
+    assert all(error.shape == (1,) and error.item() == 0 for error in found.values())
+
+
+def test_counterexample_as_a_script(tmp_path: Path) -> None:
+    out = tmp_path / "figures"
+    command = [sys.executable, str(ROOT / "examples" / "counterexample.py"), "--out", str(out)]
+    done = subprocess.run(
+        [*command, "--iterations", "2", "--steps", "2", "3"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert re.search(r"^ +2 \|( +-?\d+\.\d{12}){2} \|( +-?\d+\.\d{12}){2} \|( +-?\d+\.\d{12}){2}$", done.stdout, re.M)
+    names = ["counterexample_initialisations.png", "counterexample_lower_steps.png", "counterexample_weights.png"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    for name in names:
+        assert str(out / name) in done.stdout
+        png = (out / name).read_bytes()
+        assert png.startswith(b"\x89PNG\r\n") and len(png) > 20_000
+
+
+def test_the_readme_has_snippets() -> None:
+    assert len(SNIPPETS) >= 6
+
+
+@pytest.mark.parametrize("number", range(len(SNIPPETS)))
+def test_readme_snippet(number: int) -> None:
+    exec(compile(SNIPPETS[number], f"README.md, python block {number + 1}", "exec"), {"__name__": "readme"})
