@@ -48,7 +48,7 @@ class _PlainAttention:
         for (_, switch), wanted in zip(_ATTENTION, (True, False, False, False), strict=True):
             switch(wanted)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         for (_, switch), before in zip(_ATTENTION, self._before, strict=True):
             switch(before)
 

@@ -13,25 +13,26 @@ read elsewhere (a counter, `random`) is read once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch._inductor
 from torch import Tensor
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from ._aggregation import is_zero, weight
-from ._freeze import freeze, layout
+from ._freeze import freeze
+from ._mixed import pull_mixed
+from ._program import Function, Program, agree, build, trace
 from ._replay import fresh, pull_back
 from ._step import BDAStep
-from ._tree import Filler, Slot, detach, replace_tensors, tensors
+from ._tree import Filler, Slot, detach, layout, replace_tensors, tensors
 from ._types import Item, Record
 
 _SMALL = 20_000
@@ -60,27 +61,6 @@ class Unit(NamedTuple):
     form: _Form
 
 
-@dataclasses.dataclass
-class Program:
-    """A compiled graph.
-
-    Attributes:
-        call: The graph; takes and gives flat tensors.
-        constants: What it takes beside its arguments: tensors of closures, by position, or fixed ones.
-        present: Which outputs there are.
-    """
-
-    call: Callable[..., Any]
-    constants: list[int | Tensor]
-    present: list[bool]
-
-    def __call__(self, inputs: Sequence[Tensor], captured: Sequence[Tensor]) -> list[Tensor | None]:
-        """Run it; outputs that do not exist are None."""
-        extra = [captured[c].detach() if isinstance(c, int) else c for c in self.constants]
-        found = iter(self.call(*inputs, *extra))
-        return [next(found) if present else None for present in self.present]
-
-
 class Engine:
     """The programs of one problem."""
 
@@ -89,6 +69,7 @@ class Engine:
         self.programs: dict[Hashable, Program] = {}
         self.broken: str | None = None
         self.size: int | None = None
+        self.mode: str | None = None
         self.inspected = False
 
 
@@ -98,10 +79,11 @@ _engines: weakref.WeakKeyDictionary[Any, dict[Hashable, Engine]] = weakref.WeakK
 class CompiledStep:
     """A step that takes units of one or more items; compiled without a graph, uncompiled with one."""
 
-    def __init__(self, step: BDAStep, state: Any, hyper: Sequence[Tensor]) -> None:
+    def __init__(self, step: BDAStep, state: Any, hyper: Sequence[Tensor], mode: str = "auto") -> None:
         """Find the engine of the problem, which earlier rollouts may have left; `state` and `hyper` are examples."""
-        self._step, self._state, self._hyper, self.names = step, detach(state), hyper, step.names
-        self._engine, self._captured = _engine(step)
+        self._step, self._state, self._hyper, self._mode = step, detach(state), hyper, mode
+        self.names = step.names
+        self._engine, self._captured = _engine(step, mode)
         settings = step.update.settings(hyper)
         self._plain = [[name for name in ("lr", "upper_lr") if _is_number(s[name])] for s in settings]
         self._numbers = [float(s[name]) for s, names in zip(settings, self._plain, strict=True) for name in names]
@@ -110,7 +92,7 @@ class CompiledStep:
 
     def first_order(self) -> CompiledStep:
         """Return the same with the gradients of both losses taken as constants."""
-        return CompiledStep(self._step.first_order(), self._state, self._hyper)
+        return CompiledStep(self._step.first_order(), self._state, self._hyper, self._mode)
 
     @property
     def inspected(self) -> bool:
@@ -140,14 +122,10 @@ class CompiledStep:
         if sum(t.numel() for t in tensors(self._state)) > _SMALL:
             return 1
         flat = [t.detach() for t in (*tensors(self._state), *self._hyper, *unit.form.tensors, unit.rows)]
-        sweep = self._sweep(unit.form, self._state, self._hyper)
-        rng = torch.get_rng_state()
         try:
-            graph = make_fx(lambda *inputs: [t for t in sweep(*inputs) if t is not None])(*flat)
+            graph, _ = trace(self._sweep(unit.form, self._state, self._hyper), flat)
         except Exception:  # it will be met again, and reported, when the step is compiled
             return 1
-        finally:
-            torch.set_rng_state(rng)
         operations = sum(node.op == "call_function" for node in graph.graph.nodes)
         most = max(1, min(_MOST_STEPS, _MOST_OPERATIONS // operations)) if operations <= _FEW else 1
         return next((size for size in range(most, most // 2, -1) if steps % size == 0), most)
@@ -193,10 +171,15 @@ class CompiledStep:
             return program(flat, self._captured)
         if len(self._engine.programs) >= _MOST_PROGRAMS:
             return self._without(f"more than {_MOST_PROGRAMS} layouts of batches or states were met")
-        function = self._sweep(form, state, hyper) if kind == "sweep" else self._pull(form, state, wanted, where)
         try:
-            program, result = _build(function, flat, self._captured)
-            same = _agree(program(flat, self._captured), result)
+            if kind == "sweep":
+                function = self._sweep(form, state, hyper)
+            else:
+                function = self._pull(
+                    form, state, wanted, where, mixed=self._is_mixed(form, state, wanted, where, flat)
+                )
+            program, result = build(function, flat, self._captured)
+            same = agree(program(flat, self._captured), result)
         except Exception as error:  # whatever the compiler stumbled over, the uncompiled step is right
             reason = (str(error).splitlines() or [""])[0]
             return self._without(f"the step could not be compiled ({type(error).__name__}: {reason})")
@@ -205,7 +188,7 @@ class CompiledStep:
         self._engine.programs[key] = program
         return result
 
-    def _sweep(self, form: _Form, state: Any, hyper: Sequence[Tensor]) -> Callable[..., list[Tensor | None]]:
+    def _sweep(self, form: _Form, state: Any, hyper: Sequence[Tensor]) -> Function:
         """Return the steps of a unit as a function of flat tensors."""
         count = len(tensors(state))
 
@@ -217,41 +200,91 @@ class CompiledStep:
 
         return sweep
 
-    def _pull(
-        self, form: _Form, state: Any, wanted: Sequence[bool], where: Sequence[bool]
-    ) -> Callable[..., list[Tensor | None]]:
+    def _pull(self, form: _Form, state: Any, wanted: Sequence[bool], where: Sequence[bool], *, mixed: bool) -> Function:
         """Return their vector-Jacobian product as a function of flat tensors."""
         count, ends = len(tensors(state)), sum(where)
 
         def pull(*flat: Tensor) -> list[Tensor | None]:
             given = iter(flat[len(flat) - ends :])
             cotangents = [next(given) if present else None for present in where]
+            leaves = fresh(flat[:count])
+            hyper = [h.detach().requires_grad_(w) for h, w in zip(flat[count:], wanted, strict=False)]
+            rest = flat[count + len(hyper) : len(flat) - ends]
+            start = replace_tensors(state, leaves)
+            if mixed:
+                return self._pull_mixed(form, detach(start), hyper, rest, cotangents)
             with torch.enable_grad():
-                leaves = fresh(flat[:count])
-                hyper = [h.detach().requires_grad_(w) for h, w in zip(flat[count:], wanted, strict=False)]
-                rest = flat[count + len(hyper) : len(flat) - ends]
-                now, _ = self._apply(form, replace_tensors(state, leaves), hyper, rest)
+                now, _ = self._apply(form, start, hyper, rest)
             return pull_back(tensors(now), [*leaves, *hyper], cotangents)
 
         return pull
 
     def _apply(self, form: _Form, state: Any, hyper: Sequence[Tensor], rest: Sequence[Tensor]) -> Any:
         """Take the steps of a unit; `rest` are the tensors of its batches, and its rows."""
-        *batches, rows = rest
         records = []
-        for batch, modes, row in zip(form.filled(batches), form.modes, rows.unbind(0), strict=True):
-            k, *numbers = row.unbind(0)
-            source = iter(numbers)
-            settings = [dict(s) for s in self._step.update.settings(hyper)]
-            for chosen, names in zip(settings, self._plain, strict=True):
-                chosen.update({name: next(source) for name in names})
-            weights = [
-                {"0": 0.0, "number": number, "tensor": None}[mode] for mode, number in zip(modes, source, strict=True)
-            ]
-            weights = [weight(s["alpha"], k) if w is None else w for s, w in zip(settings, weights, strict=True)]
-            state, record = self._step.apply(state, hyper, Item(k, batch), settings, weights)  # type: ignore[arg-type]
+        for item, resolve in self._resolved(form, rest):
+            state, record = self._step.apply(state, hyper, item, *resolve(hyper))
             records.append(record)
         return state, records
+
+    def _pull_mixed(
+        self, form: _Form, state: Any, hyper: Sequence[Tensor], rest: Sequence[Tensor], cotangents: Cotangents
+    ) -> list[Tensor | None]:
+        """Pull cotangents back through the steps of a unit, each in mixed mode."""
+        way: list[Any] = []
+        total: list[Tensor | None] = [None] * len(hyper)
+        for item, resolve in self._resolved(form, rest):
+            way.append((state, item, resolve))
+            if len(way) < len(form.modes):
+                with torch.no_grad():
+                    state, _ = self._step.apply(state, hyper, item, *resolve(hyper))
+        for state, item, resolve in reversed(way):
+            found = pull_mixed(self._step, state, hyper, item, resolve, cotangents)
+            count = len(found) - len(hyper)
+            cotangents = found[:count]
+            total = [b if a is None else a if b is None else a + b for a, b in zip(total, found[count:], strict=True)]
+        return [*cotangents, *total]
+
+    def _resolved(self, form: _Form, rest: Sequence[Tensor]) -> Iterator[tuple[Item, Callable[..., Any]]]:
+        """Yield each item, and what gives its settings and weights, with all that may change as tensors."""
+        *batches, rows = rest
+        for batch, modes, row in zip(form.filled(batches), form.modes, rows.unbind(0), strict=True):
+            yield Item(row[0], batch), functools.partial(self._settings, modes, row)  # type: ignore[arg-type]
+
+    def _settings(self, modes: tuple[str, ...], row: Tensor, hyper: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
+        k, *numbers = row.unbind(0)
+        source = iter(numbers)
+        settings = [dict(s) for s in self._step.update.settings(hyper)]
+        for chosen, names in zip(settings, self._plain, strict=True):
+            chosen.update({name: next(source) for name in names})
+        weights: list[Any] = []
+        for chosen, mode, number in zip(settings, modes, source, strict=True):
+            weights.append(0.0 if mode == "0" else number if mode == "number" else weight(chosen["alpha"], k))
+        return settings, weights
+
+    def _is_mixed(
+        self, form: _Form, state: Any, wanted: Sequence[bool], where: Sequence[bool], flat: Sequence[Tensor]
+    ) -> bool:
+        """Whether the adjoint is taken in mixed mode: as asked for, or by which has fewer operations to run."""
+        if self._engine.mode is None:
+            self._engine.mode = self._mode if self._mode != "auto" else self._faster(form, state, wanted, where, flat)
+        return self._engine.mode == "mixed"
+
+    def _faster(self, form: _Form, state: Any, wanted: Any, where: Any, flat: Sequence[Tensor]) -> str:
+        """Measure both modes, uncompiled, and return the faster one."""
+        times: dict[str, float] = {}
+        for mode in ("reverse", "mixed"):
+            pull = self._pull(form, state, wanted, where, mixed=mode == "mixed")
+            rng = torch.get_rng_state()
+            try:
+                for _ in range(4):  # the first run is slower
+                    start = time.perf_counter()
+                    pull(*flat)
+                    times[mode] = min(times.get(mode, math.inf), time.perf_counter() - start)
+            except (RuntimeError, NotImplementedError):  # not every operation has a forward derivative
+                times[mode] = math.inf
+            torch.set_rng_state(rng)
+        return min(times, key=lambda mode: times[mode])
 
     def _without(self, reason: str) -> list[Any] | None:
         """Run this problem uncompiled from now on, and say so."""
@@ -345,12 +378,12 @@ def with_plain_counts(state: Any, like: Any) -> Any:
     return pytree.tree_unflatten([type(old)(new.item()) if _is_number(old) else new for new, old in found], spec)
 
 
-def _engine(step: BDAStep) -> tuple[Engine, list[Tensor]]:
+def _engine(step: BDAStep, mode: str) -> tuple[Engine, list[Tensor]]:
     """Return the engine of a problem, and the tensors that its functions hold."""
     update = step.update
     groups = [(group.members, _without_numbers(group.settings.unfilled())) for group in update.groups]
     parts = (step.lower, step.upper, step.objective, step.hyper, update.rule, groups, update.tasks)
-    key, captured = freeze((*parts, step.constant_gradients))
+    key, captured = freeze((*parts, step.constant_gradients, mode))
     owner = getattr(step.lower, "__func__", step.lower)
     owner = getattr(owner, "__code__", owner)  # a lambda made anew in every upper iteration has the same code
     family = _engines.setdefault(owner, {})
@@ -366,62 +399,6 @@ def _without_numbers(settings: dict[str, Any]) -> dict[str, Any]:
     changing = ("lr", "upper_lr", "alpha")
     free = {n for n in changing if settings[n] is not None and not isinstance(settings[n], Filler | list)}
     return {name: "a number" if name in free else value for name, value in settings.items()}
-
-
-def _build(
-    function: Callable[..., list[Tensor | None]], inputs: Sequence[Tensor], captured: Sequence[Tensor]
-) -> tuple[Program, list[Tensor | None]]:
-    """Trace and compile a function of tensors; return the program, and what the run that was traced gave."""
-    result: list[Tensor | None] = []
-
-    def there(*flat: Tensor) -> list[Tensor]:
-        result[:] = function(*flat)
-        return [t for t in result if t is not None]
-
-    before = torch.get_rng_state()
-    graph = make_fx(there)(*inputs)
-    torch.set_rng_state(before)  # the program is compared with this run, and must draw the same numbers
-    constants = _lift_constants(graph)
-    with torch.no_grad():
-        call = torch._inductor.compile(graph, [*inputs, *constants], options={"fallback_random": True})
-    places = [next((i for i, t in enumerate(captured) if _is_same(t, c)), c) for c in constants]
-    return Program(call, places, [t is not None for t in result]), detach(result)
-
-
-def _lift_constants(graph: GraphModule) -> list[Tensor]:
-    """Turn the tensors that a trace found outside its arguments into arguments."""
-    last = next(node for node in reversed(graph.graph.nodes) if node.op == "placeholder")
-    found: list[Tensor] = []
-    for node in list(graph.graph.nodes):
-        if node.op == "get_attr" and isinstance(value := getattr(graph, node.target, None), Tensor):
-            with graph.graph.inserting_after(last):
-                last = graph.graph.placeholder(f"captured_{len(found)}")
-            node.replace_all_uses_with(last)
-            graph.graph.erase_node(node)
-            found.append(value.detach())
-    graph.recompile()
-    return found
-
-
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and layout(a.detach()) == layout(b)
-
-
-def _agree(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> bool:
-    """Whether two results agree up to rounding, relative to the largest entry of each tensor.
-
-    A gradient that vanishes in theory (of a bias before a normalisation) consists of rounding errors of the others.
-    """
-    pairs = [(a, b) for a, b in zip(got, want, strict=True) if a is not None and b is not None and b.numel()]
-    pairs = [(a, b) for a, b in pairs if b.is_floating_point()]
-    sizes = [float(b.abs().max()) for _, b in pairs]
-    noise = max((size for size in sizes if math.isfinite(size)), default=0.0)
-    for (a, b), size in zip(pairs, sizes, strict=True):
-        eps = torch.finfo(b.dtype).eps
-        allowed = 10 * eps**0.5 * size + 100 * eps * noise
-        if not torch.allclose(a, b, rtol=0, atol=allowed if math.isfinite(allowed) else 0.0, equal_nan=True):
-            return False
-    return True
 
 
 def _comparable(leaf: Any) -> Hashable:

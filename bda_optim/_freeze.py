@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._tree import layout
+
 _DEPTH = 6
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 
@@ -51,11 +53,6 @@ def freeze(value: Any) -> tuple[Hashable, list[Tensor]]:
     """
     walker = _Walker()
     return walker.visit(value, _DEPTH), walker.tensors
-
-
-def layout(tensor: Tensor) -> Hashable:
-    """Return all of a tensor that a compiled program depends on, but its values."""
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 class _Walker:

@@ -100,7 +100,7 @@ class BDAInnerOptimizer(Optimizer):
         batches: Any = None,
         tasks: int | None = None,
         adjoint: Adjoint | None = None,
-        compile: bool = False,
+        compile: bool | str = False,
         copy_initial_weights: bool = True,
     ) -> FunctionalModule:
         """Run K inner steps on `model` and return it with y_K inside, differentiable as the adjoint decides.
@@ -118,7 +118,7 @@ class BDAInnerOptimizer(Optimizer):
             batches: One batch per step.
             tasks: B tasks at once: every tensor of a batch has B in front, and so has the result.
             adjoint: How the backward pass is obtained; `Unroll()` by default.
-            compile: Whether to compile the step.
+            compile: Whether to compile the step and its adjoint (or "reverse", "mixed": see `rollout`).
             copy_initial_weights: Whether y_0 is a constant; if False, gradients reach the module's own parameters.
 
         Returns:

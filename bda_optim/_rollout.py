@@ -92,7 +92,13 @@ class Problem:
         self.over_tasks = OverTasks(tasks) if tasks else None
 
     def run(
-        self, objective: Objective, state: InnerState, values: Sequence[Tensor], adjoint: Adjoint, *, compile: bool
+        self,
+        objective: Objective,
+        state: InnerState,
+        values: Sequence[Tensor],
+        adjoint: Adjoint,
+        *,
+        compile: bool | str,
     ) -> tuple[InnerState, Trace]:
         """Roll out from `state`, with `values` in the slots."""
         check_devices(state.params, [*zip(self.slots.names, values, strict=True), *self.items.constants])
@@ -102,7 +108,7 @@ class Problem:
         with surroundings():
             if compile and not state.params[0].is_meta:
                 start = with_tensor_counts(state)
-                run: Any = CompiledStep(step, start, values)
+                run: Any = CompiledStep(step, start, values, _mode(compile))
             else:
                 run, start = step, state
             last, records = adjoint(run, start, tuple(values), self.items)
@@ -128,7 +134,7 @@ def rollout(
     batches: Any = None,
     tasks: int | None = None,
     adjoint: Adjoint | None = None,
-    compile: bool = False,
+    compile: bool | str = False,
     **settings: Any,
 ) -> Any:
     r"""Run K inner steps from y_0 and return y_K, differentiable in all that requires grad.
@@ -152,7 +158,8 @@ def rollout(
         batches: One batch per step.
         tasks: The number B of tasks; every tensor of a batch then has it as its first dimension, and so has the result.
         adjoint: `Unroll()` by default.
-        compile: Whether to compile the step.
+        compile: Whether to compile the step and its adjoint; "reverse" or "mixed" chooses the adjoint's mode, which is
+            measured otherwise.
         **settings: The rule's own, such as `momentum` or `betas`.
 
     Returns:
@@ -190,7 +197,7 @@ def hypergradient(
     upper_batch: Any = None,
     tasks: int | None = None,
     adjoint: Adjoint | None = None,
-    compile: bool = False,
+    compile: bool | str = False,
     **settings: Any,
 ) -> Hypergradient:
     r"""Return F(x, y_K(x)), its derivative with respect to x, and y_K.
@@ -309,6 +316,12 @@ def _run_tree(
         state = expand(state, tasks, chosen)
     values = given + problem.slots.tensors[len(given) :]
     return problem.run(TreeObjective(params, template), state, values, adjoint or Unroll(), compile=compile)
+
+
+def _mode(compile: bool | str) -> str:
+    if compile is not True and compile not in ("reverse", "mixed"):
+        raise ValueError(f'`compile` must be True, False, "reverse" or "mixed"; got {compile!r}.')
+    return "auto" if compile is True else str(compile)
 
 
 def _lower_variables(params: Any) -> list[Tensor]:

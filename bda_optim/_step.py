@@ -160,25 +160,38 @@ class BDAStep:
         weights: Sequence[Any],
     ) -> tuple[InnerState, Record]:
         """Take a step whose settings and weights are given."""
-        graph = torch.is_grad_enabled() and not self.constant_gradients
+        graph, tasks = torch.is_grad_enabled() and not self.constant_gradients, self.update.tasks
         points = self.update.points(state, settings)
-        batch = fill(item.batch, hyper)
         with torch.enable_grad():  # the caller may be in a validation loop under no_grad
             points = [p if graph and p.requires_grad else p.detach().requires_grad_() for p in points]
-            f, buffers = self.objective(self.lower, points, state.buffers, hyper, batch)
-            lower = gradients(f, points, "lower", item.k, create_graph=graph, tasks=self.update.tasks)
-            big_f, upper = None, no_gradients(points)
-            if not all(map(is_zero, weights)):
-                if self.upper is None:
-                    raise ValueError(
-                        f"`alpha` is not 0 at step k={item.k}, so the upper loss is needed in the inner loop; got upper=None. "
-                        "Pass it, or set alpha=0.0."
-                    )
-                big_f, _ = self.objective(self.upper, points, state.buffers, hyper, batch)
-                upper = gradients(big_f, points, "upper", item.k, create_graph=graph, tasks=self.update.tasks)
+            f, big_f, buffers = self.losses(points, state.buffers, hyper, item, weights)
+            lower = gradients(f, points, "lower", item.k, create_graph=graph, tasks=tasks)
+            upper = no_gradients(points)
+            if big_f is not None:
+                upper = gradients(big_f, points, "upper", item.k, create_graph=graph, tasks=tasks)
         new = self.update(state, lower, upper, settings, weights, self.hyper.fill(hyper))
         record = Record(f.detach(), None if big_f is None else big_f.detach())
         return new._replace(buffers=buffers), record
+
+    def losses(
+        self,
+        points: Sequence[Tensor],
+        buffers: tuple[Tensor, ...],
+        hyper: Sequence[Tensor],
+        item: Item,
+        weights: Sequence[Any],
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        """Return both losses (the upper one None where all weights are plainly 0), and the lower forward's buffers."""
+        batch = fill(item.batch, hyper)
+        f, kept = self.objective(self.lower, points, buffers, hyper, batch)
+        if all(map(is_zero, weights)):
+            return f, None, kept
+        if self.upper is None:
+            raise ValueError(
+                f"`alpha` is not 0 at step k={item.k}, so the upper loss is needed in the inner loop; got upper=None. "
+                "Pass it, or set alpha=0.0."
+            )
+        return f, self.objective(self.upper, points, buffers, hyper, batch)[0], kept
 
 
 def gradients(

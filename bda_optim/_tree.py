@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-
 # The next three run several times in every step, so they do not go through torch's pytree, which takes six times as
 # long on a rule's state; it still serves for the kinds of nodes that others have registered with it.
 
@@ -186,6 +185,11 @@ def describe(tensor: Tensor) -> str:
     """Say what a tensor is, for messages: shape, dtype and device."""
     shape = "x".join(map(str, tensor.shape)) or "scalar"
     return f"{shape} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+
+
+def layout(tensor: Tensor) -> tuple[Any, ...]:
+    """Return all of a tensor that a compiled program depends on, but its values."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def any_requires_grad(tree: Any) -> bool:

@@ -25,7 +25,7 @@ LAYERS = (
         "_tangent",
         "_freeze",
     },
-    {"_objective", "_step", "_replay", "_adjoint"},
+    {"_objective", "_step", "_replay", "_adjoint", "_mixed"},
     {"_rollout", "_engine"},
     {"_module", "_optimizer", "_innerloop", "compat", "diagnose", "__init__"},
 )

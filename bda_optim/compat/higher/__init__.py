@@ -10,8 +10,8 @@ What is different:
 - Forward hooks run; a patched module can be copied and pickled, and is freed without the garbage collector.
 - `innerloop_ctx` warns on leaving if the loop diverged.
 - More: ``first_order=True``; `diffopt.accumulate` for micro-batches; `diffopt.state_dict` in the middle of a loop, in
-  the form that the optimizer loads; learning-rate schedulers on a diffopt; ``diffopt.step(lower, upper_loss=upper)`` for
-  a `BDAInnerOptimizer`.
+  the form that the optimizer loads; learning-rate schedulers on a diffopt; for a `BDAInnerOptimizer`
+  ``diffopt.step(lower, upper_loss=upper)``.
 
 `register` is for scripts that keep the real `higher`: it teaches that one to take a `BDAInnerOptimizer`.
 """

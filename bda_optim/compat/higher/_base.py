@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -114,7 +115,8 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
         if override is not None:
             self._apply_override(override)
         weights = self._weights(params)
-        self.accumulate(loss, weights, upper_loss=upper_loss, last=True)
+        self._collect(weights, loss, upper_loss)
+        self._demand()
         lower = list(self._sums.pop("lower"))
         upper = self._sums.pop("upper", None)
         self._seen = []
@@ -142,12 +144,7 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
         return new
 
     def accumulate(
-        self,
-        loss: Tensor | None,
-        params: Iterable[Tensor] | None = None,
-        *,
-        upper_loss: Tensor | None = None,
-        last: bool = False,
+        self, loss: Tensor | None, params: Iterable[Tensor] | None = None, *, upper_loss: Tensor | None = None
     ) -> None:
         """Add the gradient of a loss to those of the next step: the micro-batches of one inner step.
 
@@ -157,40 +154,45 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
             loss: A part of the loss; divide by the number of micro-batches for a mean.
             params: As in `step`.
             upper_loss: As in `step`.
-            last: Set by `step`: what is still missing is an error.
         """
-        weights = self._weights(params)
-        if self._seen and any(old is not new for old, new in zip(self._seen, weights, strict=True)):
+        check_ambient()
+        self._collect(self._weights(params), loss, upper_loss)
+
+    def _collect(self, weights: list[Tensor], lower: Tensor | None, upper: Tensor | None) -> None:
+        if self._seen and any(map(operator.is_not, self._seen, weights)):
             self._sums, self._seen = {}, []
             raise ValueError("the weights changed after `accumulate`. Take the step at the same weights.")
-        mixes = self._mixes()
-        if upper_loss is not None and not self._takes_upper():
+        if upper is not None and not self._takes_upper():
             raise TypeError(
                 f"{type(self).__name__} has no use for `upper_loss`. Mix both levels with a "
                 "`bda_optim.BDAInnerOptimizer`."
             )
-        parts = {"lower": loss, "upper": upper_loss if mixes else None}
-        wanted = ("lower", "upper") if mixes else ("lower",)
+        mixes = self._mixes()
         graph = self._track_higher_grads and not self._first_order
-        for level in wanted:
-            if parts[level] is None and level not in self._sums and last:
-                raise ValueError(
-                    "a step needs a loss; got none. Write `diffopt.step(loss)`, or `accumulate` before."
-                    if level == "lower"
-                    else "`alpha` is not 0 in this step, so it needs the upper loss too; got only the lower one. Write "
-                    "`diffopt.step(lower, upper_loss=upper)`, or set alpha=0.0."
-                )
-            if parts[level] is not None:
-                found = self._gradients(parts[level], weights, level, graph=graph, retain=mixes and level == "lower")
-                self._sums[level] = _plus(self._sums.get(level), found)
+        if lower is not None:
+            found = self._gradients(lower, weights, "lower", graph=graph, retain=mixes)
+            self._sums["lower"] = _plus(self._sums.get("lower"), found)
+        if upper is not None and mixes:
+            found = self._gradients(upper, weights, "upper", graph=graph, retain=False)
+            self._sums["upper"] = _plus(self._sums.get("upper"), found)
         self._seen = weights
+
+    def _demand(self) -> None:
+        """Raise where a gradient is missing for a step."""
+        if "lower" not in self._sums:
+            raise ValueError("a step needs a loss; got none. Write `diffopt.step(loss)`, or `accumulate` before.")
+        if self._mixes() and "upper" not in self._sums:
+            raise ValueError(
+                f"`alpha` is not 0 at step k={self.k + 1}, so the step needs the upper loss too; got only the lower one. "
+                "Write `diffopt.step(lower, upper_loss=upper)`, or set alpha=0.0."
+            )
 
     @abc.abstractmethod
     def _update(self, grouped_grads: Grouped, **kwargs: Any) -> None:
         """Replace the entries of ``param_groups[g]["params"]`` by the new weights, and change `state`.
 
-        Nothing may be done in place. ``grouped_grads[g][i]`` belongs to ``param_groups[g]["params"][i]``; it is None where
-        the loss does not depend on that.
+        Nothing may be done in place. ``grouped_grads[g][i]`` belongs to ``param_groups[g]["params"][i]``, and is None
+        where the loss does not depend on that.
         """
 
     def _mixes(self) -> bool:

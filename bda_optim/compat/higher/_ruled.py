@@ -37,6 +37,7 @@ class RuleOptimizer(DifferentiableOptimizer):
         if self.aggregates:
             self.rule = other.rule  # type: ignore[attr-defined]
         self._known: list[Any] = [None] * len(other.param_groups)  # which settings were on when the state was completed
+        self._foreign = [True] * len(other.param_groups)  # whether the state comes from another optimizer
         self._update_by: tuple[Any, Update] | None = None
         super().__init__(other, *args, **kwargs)
         if self.aggregates:
@@ -140,16 +141,15 @@ class RuleOptimizer(DifferentiableOptimizer):
                 state.setdefault("group", fresh)
             else:
                 for place, (i, start) in enumerate(zip(live, fresh, strict=True)):
-                    state[i] = self._completed(state.get(i), start, params[place], settings, place)
+                    entry = state.get(i)
+                    if entry and self._foreign[index]:
+                        state[i] = self.rule.adopt(entry, params[place], settings, index=place)  # type: ignore[attr-defined]
+                    else:
+                        state[i] = {
+                            name: value if not entry else entry.get(name, value) for name, value in start.items()
+                        }
+            self._foreign[index] = False
         return state["group"] if "group" in state else tuple(state[i] for i in live)
-
-    def _completed(self, entry: Any, start: Any, param: Tensor, settings: Mapping[str, Any], place: int) -> Any:
-        if not entry:
-            return start
-        if self.k == 0 or any(not isinstance(entry.get(name, value), type(value)) for name, value in start.items()):
-            adopt: Any = getattr(self.rule, "adopt", None)
-            return entry if adopt is None else adopt(entry, param, settings, index=place)
-        return {name: entry.get(name, value) for name, value in start.items()}
 
     def _selected(self, name: str, value: Any, live: list[int]) -> Any:
         """Pick the entries of the parameters that are not frozen out of a list with one per parameter."""
@@ -199,7 +199,7 @@ class RuleOptimizer(DifferentiableOptimizer):
         super().load_state_dict({**state_dict, "param_groups": groups})
         if self.aggregates:
             self.k = groups[0]["k"]
-        self._known = [None] * len(self.param_groups)
+        self._known, self._foreign = [None] * len(groups), [True] * len(groups)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -146,9 +146,10 @@ class FastWeights:
         """Put copies in the place of the buffers: a graph may need these values, which the next pass overwrites."""
         for spots in self._buffers:
             container, key = spots[0]
-            copy = container[key].detach().clone()
-            for container, key in spots:
-                container[key] = copy
+            if isinstance(container[key], Tensor):
+                copy = container[key].detach().clone()
+                for container, key in spots:
+                    container[key] = copy
 
 
 class _Attributes:

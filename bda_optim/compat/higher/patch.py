@@ -97,8 +97,8 @@ for _name in dir(nn.Module):
 class FunctionalModule(_Patched):
     """A module that computes with its fast weights; made by `monkeypatch` or `make_functional`.
 
-    Everything else is as in the user's module, of whose class it is an instance: attributes, methods, hooks, sub-modules
-    (which may be called by themselves). The user's module is not touched.
+    Everything else is as in the user's module, of whose class it is an instance: attributes, methods, hooks, and
+    sub-modules, which may be called by themselves. The user's module is not touched.
     """
 
     def parameters(self, recurse: bool = True, time: int | None = None) -> Iterator[Any]:
@@ -151,12 +151,11 @@ class FunctionalModule(_Patched):
         """Make `params` the fast weights."""
         self.__dict__[_WEIGHTS].set(params)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; what this class defines goes before parameters of that name."""
-        if name in ("fast_params", "track_higher_grads"):
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the `.grad` of the weights that are leaves; others have none."""
+        for p in self.parameters():
+            if p.is_leaf and p.grad is not None:
+                p.grad = None if set_to_none else torch.zeros_like(p)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a copy whose weights are leaves."""

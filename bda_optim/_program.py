@@ -1,0 +1,106 @@
+"""A function of tensors, traced and compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._inductor
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ._tree import detach, layout
+
+Function = Callable[..., list[Tensor | None]]
+
+
+@dataclasses.dataclass
+class Program:
+    """A compiled graph.
+
+    Attributes:
+        call: The graph; takes and gives flat tensors.
+        constants: What it takes beside its arguments: tensors of closures, by position, or fixed ones.
+        present: Which outputs there are.
+    """
+
+    call: Callable[..., Any]
+    constants: list[int | Tensor]
+    present: list[bool]
+
+    def __call__(self, inputs: Sequence[Tensor], captured: Sequence[Tensor]) -> list[Tensor | None]:
+        """Run it; outputs that do not exist are None."""
+        extra = [captured[c].detach() if isinstance(c, int) else c for c in self.constants]
+        found = iter(self.call(*inputs, *extra))
+        return [next(found) if present else None for present in self.present]
+
+
+def trace(function: Function, inputs: Sequence[Tensor]) -> tuple[GraphModule, list[Tensor | None]]:
+    """Return a function as a graph of tensor operations, and what it gave; the random state is as before."""
+    result: list[Tensor | None] = []
+
+    def there(*flat: Tensor) -> list[Tensor]:
+        result[:] = function(*flat)
+        return [t for t in result if t is not None]
+
+    before = torch.get_rng_state()
+    try:
+        graph = make_fx(there)(*inputs)
+    finally:
+        torch.set_rng_state(before)
+    return graph, detach(result)
+
+
+def build(
+    function: Function, inputs: Sequence[Tensor], captured: Sequence[Tensor]
+) -> tuple[Program, list[Tensor | None]]:
+    """Trace and compile a function; return the program, and what the traced run gave.
+
+    Random numbers are drawn as uncompiled code draws them, so that both can be compared, and replayed.
+    """
+    graph, result = trace(function, inputs)
+    constants = _lift_constants(graph)
+    with torch.no_grad():
+        call = torch._inductor.compile(graph, [*inputs, *constants], options={"fallback_random": True})
+    places = [next((i for i, t in enumerate(captured) if _is_same(t, c)), c) for c in constants]
+    return Program(call, places, [t is not None for t in result]), result
+
+
+def agree(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> bool:
+    """Whether two results agree up to rounding, relative to the largest entry of each tensor.
+
+    A gradient that vanishes in theory (of a bias before a normalisation) consists of rounding errors of the others.
+    """
+    pairs = [(a, b) for a, b in zip(got, want, strict=True) if a is not None and b is not None and b.numel()]
+    pairs = [(a, b) for a, b in pairs if b.is_floating_point()]
+    sizes = [float(b.abs().max()) for _, b in pairs]
+    noise = max((size for size in sizes if math.isfinite(size)), default=0.0)
+    for (a, b), size in zip(pairs, sizes, strict=True):
+        eps = torch.finfo(b.dtype).eps
+        allowed = 10 * eps**0.5 * size + 100 * eps * noise
+        if not torch.allclose(a, b, rtol=0, atol=allowed if math.isfinite(allowed) else 0.0, equal_nan=True):
+            return False
+    return True
+
+
+def _lift_constants(graph: GraphModule) -> list[Tensor]:
+    """Turn the tensors that a trace found outside its arguments into arguments."""
+    last = next(node for node in reversed(graph.graph.nodes) if node.op == "placeholder")
+    found: list[Tensor] = []
+    for node in list(graph.graph.nodes):
+        if node.op == "get_attr" and isinstance(value := getattr(graph, node.target, None), Tensor):
+            with graph.graph.inserting_after(last):
+                last = graph.graph.placeholder(f"captured_{len(found)}")
+            node.replace_all_uses_with(last)
+            graph.graph.erase_node(node)
+            found.append(value.detach())
+    graph.recompile()
+    return found
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and layout(a.detach()) == layout(b)
