@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from ._aggregation import is_zero, weight
 from ._freeze import freeze
-from ._mixed import pull_mixed
+from ._mixed import add, pull_mixed
 from ._program import Function, Program, agree, build, trace
 from ._replay import fresh, pull_back
 from ._step import BDAStep
@@ -242,7 +242,7 @@ class CompiledStep:
             found = pull_mixed(self._step, state, hyper, item, resolve, cotangents)
             count = len(found) - len(hyper)
             cotangents = found[:count]
-            total = [b if a is None else a if b is None else a + b for a, b in zip(total, found[count:], strict=True)]
+            total = add(total, found[count:])
         return [*cotangents, *total]
 
     def _resolved(self, form: _Form, rest: Sequence[Tensor]) -> Iterator[tuple[Item, Callable[..., Any]]]:

@@ -64,15 +64,13 @@ def pull_mixed(
     found = pull_back(tensors(new._replace(buffers=buffers)), [*leaves, *given, *grads], cotangents)
     totals, seeds = found[: len(leaves) + len(given)], iter(found[len(leaves) + len(given) :])
     along = [[None if g is None else next(seeds) for g in level] for level in (lower, upper)]
+    bent = no_gradients(points)
     for loss, directions in zip((step.lower, step.upper), along, strict=True):
-        if step.constant_gradients or loss is None or all(w is None for w in directions):
-            continue
-        bent, cross = _second(step, loss, plain, now.buffers, given, item, directions)
-        back = pull_back(points, [*leaves, *given], bent)
-        totals = [
-            _plus(_plus(a, b), c) for a, b, c in zip(totals, back, [*(None for _ in leaves), *cross], strict=True)
-        ]
-    return totals
+        if not step.constant_gradients and loss is not None and any(w is not None for w in directions):
+            by_points, by_hyper = _second(step, loss, plain, now.buffers, given, item, directions)
+            bent = add(bent, by_points)
+            totals = add(totals, [*no_gradients(leaves), *by_hyper])
+    return add(totals, pull_back(points, [*leaves, *given], bent))
 
 
 def _second(
@@ -99,5 +97,6 @@ def _leaves(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if g is None else g.detach().requires_grad_() for g in grads]
 
 
-def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b
+def add(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Add tensors pairwise; None is zero."""
+    return [b if a is None else a if b is None else a + b for a, b in zip(first, second, strict=True)]

@@ -300,7 +300,7 @@ def expand(state: InnerState, tasks: int, rule: Rule) -> InnerState:
 def _run_tree(
     lower: Loss, upper: Loss | None, params: Any, start: list[Tensor], slots: Slots, template: Template,
     given: list[Tensor], *, steps: int, batches: Any, tasks: int | None, rule: Any, adjoint: Adjoint | None,
-    compile: bool, settings: dict[str, Any],
+    compile: bool | str, settings: dict[str, Any],
 ) -> tuple[InnerState, Trace]:  # fmt: skip
     """Roll out from the tensors `start` of the tree `params`."""
     chosen = resolve(rule)

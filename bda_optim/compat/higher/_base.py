@@ -183,7 +183,7 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
             raise ValueError("a step needs a loss; got none. Write `diffopt.step(loss)`, or `accumulate` before.")
         if self._mixes() and "upper" not in self._sums:
             raise ValueError(
-                f"`alpha` is not 0 at step k={self.k + 1}, so the step needs the upper loss too; got only the lower one. "
+                f"`alpha` is not 0 at step k={self.k + 1}, so the step needs the upper loss too; got the lower one. "
                 "Write `diffopt.step(lower, upper_loss=upper)`, or set alpha=0.0."
             )
 
