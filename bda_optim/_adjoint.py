@@ -199,19 +199,32 @@ class ForwardMode:
                 f"got {size}. Use `Checkpointed()`, or raise `limit=` if the memory suffices."
             )
         flows, count, records = identity(given, size), len(given) - len(hyper), []
-        with torch.enable_grad():
-            fixed = fresh(hyper)
-            for item in items:
-                before = fresh(tensors(state))
-                state, record = step(replace_tensors(state, before), tuple(fixed), item)
-                after = tensors(state)
-                refuse_captured(after, before + fixed)
-                flows = push(after, before + fixed, flows) + flows[count:]
-                records.append(record)
+        for item in step.units(items) if isinstance(step, CompiledStep) else items:
+            state, record, moved = _push(step, state, hyper, item, flows)
+            flows = moved + flows[count:]
+            records.append(record)
         last: tuple[Tensor, ...] = Attached.apply(  # type: ignore[no-untyped-call]
             tensors(state), flows[:count], *inputs
         )
         return replace_tensors(state, last), records
+
+
+def _push(
+    step: Step, state: Any, hyper: tuple[Tensor, ...], item: Any, flows: list[Tensor | None]
+) -> tuple[Any, Any, list[Tensor | None]]:
+    """Take a step with the tangents of state and hyper; return state, record, and the tangents of the new state."""
+    if isinstance(step, CompiledStep) and step.inspected:
+        pushed = step.push(state, hyper, item, flows)
+        if pushed is not None:
+            return pushed
+    with torch.enable_grad():
+        inputs = fresh([*tensors(state), *hyper])
+        count = len(inputs) - len(hyper)
+        after, record = step(replace_tensors(state, inputs[:count]), tuple(inputs[count:]), item)
+    refuse_captured(tensors(after), inputs)
+    if isinstance(step, CompiledStep):
+        step.inspected = True
+    return detach(after), record, push(tensors(after), inputs, flows)
 
 
 def _replayed(

@@ -12,7 +12,6 @@ read elsewhere (a counter, `random`) is read once.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -20,11 +19,10 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ._aggregation import is_zero, weight
 from ._freeze import freeze
@@ -32,8 +30,10 @@ from ._mixed import add, pull_mixed
 from ._program import Function, Program, agree, build, trace
 from ._replay import fresh, pull_back
 from ._step import BDAStep
-from ._tree import Filler, Slot, detach, layout, replace_tensors, tensors
+from ._tangent import Flows, push
+from ._tree import Filler, detach, layout, replace_tensors, tensors
 from ._types import Item, Record
+from ._units import Form, Unit, Units, is_number
 
 _SMALL = 20_000
 """Up to so many numbers in the state several steps share one call: the call costs more than a step then."""
@@ -51,14 +51,6 @@ _MOST_ENGINES = 8
 """So many problems with the same lower loss are kept."""
 
 Cotangents = Sequence[Tensor | None]
-
-
-class Unit(NamedTuple):
-    """Steps that share a call: their items, one row of numbers (k, rates, weights) for each, and their form."""
-
-    items: tuple[Item, ...]
-    rows: Tensor
-    form: _Form
 
 
 class Engine:
@@ -85,7 +77,7 @@ class CompiledStep:
         self.names = step.names
         self._engine, self._captured = _engine(step, mode)
         settings = step.update.settings(hyper)
-        self._plain = [[name for name in ("lr", "upper_lr") if _is_number(s[name])] for s in settings]
+        self._plain = [[name for name in ("lr", "upper_lr") if is_number(s[name])] for s in settings]
         self._numbers = [float(s[name]) for s, names in zip(settings, self._plain, strict=True) for name in names]
         self._alphas = [s["alpha"] for s in settings]
         self._device = next((t.device for t in hyper if t.dim()), None)
@@ -108,11 +100,11 @@ class CompiledStep:
         rows, modes = [], []
         for item in items:
             weights = [weight(alpha, item.k) for alpha in self._alphas]
-            modes.append(tuple("0" if is_zero(w) else "number" if _is_number(w) else "tensor" for w in weights))
-            rows.append([float(item.k), *self._numbers, *(float(w) if _is_number(w) else 0.0 for w in weights)])
+            modes.append(tuple("0" if is_zero(w) else "number" if is_number(w) else "tensor" for w in weights))
+            rows.append([float(item.k), *self._numbers, *(float(w) if is_number(w) else 0.0 for w in weights)])
         table = torch.tensor(rows, dtype=torch.float64, device=self._device)
 
-        units = _Units(items, table, modes)
+        units = Units(items, table, modes)
         if self._engine.size is None:
             self._engine.size = self._steps_per_call(units.between(0, 1), len(items))
         return units.divided(self._engine.size)
@@ -157,6 +149,18 @@ class CompiledStep:
             after, _ = self(replace_tensors(state, inputs[:count]), inputs[count:], unit)
         return pull_back(tensors(after), inputs, cotangents)
 
+    def push(
+        self, state: Any, hyper: Sequence[Tensor], unit: Unit, flows: Flows
+    ) -> tuple[Any, list[Record], Flows] | None:
+        """Take the steps of a unit with the tangents `flows` of state and hyper; None if that cannot be compiled."""
+        result = None if self._engine.broken else self._run("push", unit, state, hyper, flows)
+        if result is None:
+            return None
+        count, losses = len(tensors(state)), 2 * len(unit.items)
+        after, told, moved = result[:count], result[count : count + losses], result[count + losses :]
+        records = [Record(*pair) for pair in zip(told[::2], told[1::2], strict=True)]
+        return replace_tensors(state, after), records, moved
+
     def _run(
         self, kind: str, unit: Unit, state: Any, hyper: Sequence[Tensor], cotangents: Cotangents
     ) -> list[Any] | None:
@@ -174,6 +178,8 @@ class CompiledStep:
         try:
             if kind == "sweep":
                 function = self._sweep(form, state, hyper)
+            elif kind == "push":
+                function = self._push(form, state, len(hyper), where)
             else:
                 function = self._pull(
                     form, state, wanted, where, mixed=self._is_mixed(form, state, wanted, where, flat)
@@ -188,7 +194,7 @@ class CompiledStep:
         self._engine.programs[key] = program
         return result
 
-    def _sweep(self, form: _Form, state: Any, hyper: Sequence[Tensor]) -> Function:
+    def _sweep(self, form: Form, state: Any, hyper: Sequence[Tensor]) -> Function:
         """Return the steps of a unit as a function of flat tensors."""
         count = len(tensors(state))
 
@@ -200,7 +206,7 @@ class CompiledStep:
 
         return sweep
 
-    def _pull(self, form: _Form, state: Any, wanted: Sequence[bool], where: Sequence[bool], *, mixed: bool) -> Function:
+    def _pull(self, form: Form, state: Any, wanted: Sequence[bool], where: Sequence[bool], *, mixed: bool) -> Function:
         """Return their vector-Jacobian product as a function of flat tensors."""
         count, ends = len(tensors(state)), sum(where)
 
@@ -219,7 +225,28 @@ class CompiledStep:
 
         return pull
 
-    def _apply(self, form: _Form, state: Any, hyper: Sequence[Tensor], rest: Sequence[Tensor]) -> Any:
+    def _push(self, form: Form, state: Any, inputs: int, where: Sequence[bool]) -> Function:
+        """Return the steps of a unit, with their tangents, as a function of flat tensors."""
+        count, ends = len(tensors(state)), sum(where)
+
+        def pushed(*flat: Tensor) -> list[Tensor | None]:
+            given = iter(flat[len(flat) - ends :])
+            flows: Flows = [next(given) if present else None for present in where]
+            fixed, rest = fresh(flat[count : count + inputs]), flat[count + inputs : len(flat) - ends]
+            leaves: Sequence[Tensor] = flat[:count]
+            records: list[Record] = []
+            for item, resolve in self._resolved(form, rest):
+                before = fresh(leaves)
+                with torch.enable_grad():
+                    now, record = self._step.apply(replace_tensors(state, before), fixed, item, *resolve(fixed))
+                leaves = tensors(now)
+                flows = push(leaves, [*before, *fixed], flows) + flows[count:]
+                records.append(record)
+            return [*map(Tensor.detach, leaves), *itertools.chain.from_iterable(records), *flows[:count]]
+
+        return pushed
+
+    def _apply(self, form: Form, state: Any, hyper: Sequence[Tensor], rest: Sequence[Tensor]) -> Any:
         """Take the steps of a unit; `rest` are the tensors of its batches, and its rows."""
         records = []
         for item, resolve in self._resolved(form, rest):
@@ -228,7 +255,7 @@ class CompiledStep:
         return state, records
 
     def _pull_mixed(
-        self, form: _Form, state: Any, hyper: Sequence[Tensor], rest: Sequence[Tensor], cotangents: Cotangents
+        self, form: Form, state: Any, hyper: Sequence[Tensor], rest: Sequence[Tensor], cotangents: Cotangents
     ) -> list[Tensor | None]:
         """Pull cotangents back through the steps of a unit, each in mixed mode."""
         way: list[Any] = []
@@ -245,7 +272,7 @@ class CompiledStep:
             total = add(total, found[count:])
         return [*cotangents, *total]
 
-    def _resolved(self, form: _Form, rest: Sequence[Tensor]) -> Iterator[tuple[Item, Callable[..., Any]]]:
+    def _resolved(self, form: Form, rest: Sequence[Tensor]) -> Iterator[tuple[Item, Callable[..., Any]]]:
         """Yield each item, and what gives its settings and weights, with all that may change as tensors."""
         *batches, rows = rest
         for batch, modes, row in zip(form.filled(batches), form.modes, rows.unbind(0), strict=True):
@@ -263,119 +290,31 @@ class CompiledStep:
         return settings, weights
 
     def _is_mixed(
-        self, form: _Form, state: Any, wanted: Sequence[bool], where: Sequence[bool], flat: Sequence[Tensor]
+        self, form: Form, state: Any, wanted: Sequence[bool], where: Sequence[bool], flat: Sequence[Tensor]
     ) -> bool:
-        """Whether the adjoint is taken in mixed mode: as asked for, or by which has fewer operations to run."""
+        """Whether the adjoint is taken in mixed mode: as asked for, or as a measurement of both says."""
         if self._engine.mode is None:
-            self._engine.mode = self._mode if self._mode != "auto" else self._faster(form, state, wanted, where, flat)
+            pulls = {
+                mode: self._pull(form, state, wanted, where, mixed=mode == "mixed") for mode in ("reverse", "mixed")
+            }
+            before = torch.get_rng_state()
+            pulls["reverse"](*flat)
+            draws = not torch.equal(before, torch.get_rng_state())
+            torch.set_rng_state(before)
+            if draws and self._mode == "mixed":
+                warnings.warn(
+                    'compile="mixed" evaluates a loss twice, and this one draws random numbers; it runs in '
+                    '"reverse" mode instead.',
+                    stacklevel=2,
+                )
+            self._engine.mode = "reverse" if draws else self._mode if self._mode != "auto" else _faster(pulls, flat)
         return self._engine.mode == "mixed"
-
-    def _faster(self, form: _Form, state: Any, wanted: Any, where: Any, flat: Sequence[Tensor]) -> str:
-        """Measure both modes, uncompiled, and return the faster one."""
-        times: dict[str, float] = {}
-        for mode in ("reverse", "mixed"):
-            pull = self._pull(form, state, wanted, where, mixed=mode == "mixed")
-            rng = torch.get_rng_state()
-            try:
-                for _ in range(4):  # the first run is slower
-                    start = time.perf_counter()
-                    pull(*flat)
-                    times[mode] = min(times.get(mode, math.inf), time.perf_counter() - start)
-            except (RuntimeError, NotImplementedError):  # not every operation has a forward derivative
-                times[mode] = math.inf
-            torch.set_rng_state(rng)
-        return min(times, key=lambda mode: times[mode])
 
     def _without(self, reason: str) -> list[Any] | None:
         """Run this problem uncompiled from now on, and say so."""
         self._engine.broken = reason
         warnings.warn(f"compile=True: {reason}; this problem runs uncompiled from now on.", stacklevel=2)
         return None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Nth:
-    """Stands for a distinct tensor of a unit's batches."""
-
-    index: int
-
-
-class _Units(Sequence[Unit]):
-    """Items divided into units; a batch is read when its unit is asked for, and known units are kept."""
-
-    def __init__(self, items: Sequence[Item], table: Tensor, modes: Sequence[tuple[str, ...]]) -> None:
-        self._items, self._table, self._modes = items, table, modes
-        self._bounds: list[tuple[int, int]] = []
-        self._known: dict[int, Unit] = {}
-
-    def between(self, start: int, stop: int) -> Unit:
-        """Return the unit of these steps."""
-        items = tuple(self._items[i] for i in range(start, stop))
-        return Unit(items, self._table[start:stop], _Form(items, tuple(self._modes[start:stop])))
-
-    def divided(self, size: int) -> _Units:
-        """Divide into units of `size` steps, and the rest into single ones."""
-        whole = len(self._items) - len(self._items) % size
-        starts = [*range(0, whole, size), *range(whole, len(self._items)), len(self._items)]
-        self._bounds = list(itertools.pairwise(starts))
-        return self
-
-    def __len__(self) -> int:
-        return len(self._bounds)
-
-    def __getitem__(self, index: Any) -> Any:
-        unit = self._known.get(index) or self.between(*self._bounds[index])
-        if getattr(self._items, "eager", True):  # the batches are held by their list anyway
-            self._known[index] = unit
-        return unit
-
-
-class _Form:
-    """The batches of a unit taken apart: their distinct tensors, and a key for all the rest."""
-
-    def __init__(self, items: Sequence[Item], modes: tuple[tuple[str, ...], ...]) -> None:
-        self.tensors: list[Tensor] = []
-        self.modes = modes
-        known: dict[int, _Nth] = {}
-        self._batches = []
-        for item in items:
-            leaves, spec = pytree.tree_flatten(item.batch)
-            self._batches.append(([self._place(leaf, known) for leaf in leaves], spec))
-        shapes = [(tuple(map(_comparable, leaves)), spec) for leaves, spec in self._batches]
-        self.key = (tuple(shapes), self.modes)
-
-    def _place(self, leaf: Any, known: dict[int, _Nth]) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in known:
-            known[id(leaf)] = _Nth(len(self.tensors))
-            self.tensors.append(leaf)
-        return known[id(leaf)]
-
-    def filled(self, values: Sequence[Tensor]) -> Iterator[Any]:
-        """Yield each batch, with `values` for its tensors."""
-        for leaves, spec in self._batches:
-            filled = [values[leaf.index] if isinstance(leaf, _Nth) else leaf for leaf in leaves]
-            yield pytree.tree_unflatten(filled, spec)
-
-
-def with_tensor_counts(state: Any) -> Any:
-    """Turn the plain numbers of a rule's state (Adam's step) into tensors, and lay every tensor out densely."""
-    device = tensors(state)[0].device
-
-    def leaf(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.contiguous()
-        return torch.tensor(float(value), dtype=torch.float64, device=device) if _is_number(value) else value
-
-    return pytree.tree_map(leaf, state)
-
-
-def with_plain_counts(state: Any, like: Any) -> Any:
-    """Undo `with_tensor_counts`: what is a number in `like` becomes one again."""
-    leaves, spec = pytree.tree_flatten(like)
-    found = zip(pytree.tree_leaves(state), leaves, strict=True)
-    return pytree.tree_unflatten([type(old)(new.item()) if _is_number(old) else new for new, old in found], spec)
 
 
 def _engine(step: BDAStep, mode: str) -> tuple[Engine, list[Tensor]]:
@@ -401,9 +340,14 @@ def _without_numbers(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: "a number" if name in free else value for name, value in settings.items()}
 
 
-def _comparable(leaf: Any) -> Hashable:
-    return leaf if isinstance(leaf, _Nth | Slot) else freeze(leaf)[0]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _faster(functions: dict[str, Function], inputs: Sequence[Tensor]) -> str:
+    """Measure functions, uncompiled, and return the name of the fastest."""
+    times = dict.fromkeys(functions, math.inf)
+    for name in (*functions, *functions, *functions):
+        start = time.perf_counter()
+        try:
+            functions[name](*inputs)
+        except (RuntimeError, NotImplementedError):  # not every operation has a forward derivative
+            continue
+        times[name] = min(times[name], time.perf_counter() - start)
+    return min(times, key=lambda name: times[name])

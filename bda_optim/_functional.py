@@ -9,9 +9,11 @@ but these dictionaries.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import types
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -54,7 +56,7 @@ class Skeleton:
 
     def __init__(self, module: nn.Module) -> None:
         """Build the twin of `module`, with the module's own tensors in it."""
-        twins: dict[int, nn.Module] = {}
+        twins: dict[int, Any] = {}
         self.module = module
         self.root = _twin(module, twins)
         self.params = {name: Place(tensor, []) for name, tensor in module.named_parameters()}
@@ -62,7 +64,11 @@ class Skeleton:
         places = {id(place.original): place for place in (*self.params.values(), *self.buffers.values())}
         _check((*self.params.items(), *self.buffers.items()))
         self._recurrent = any(isinstance(twin, nn.RNNBase) for twin in twins.values())
-        for twin in dict.fromkeys(twins.values()):
+        different = dict.fromkeys(twins.values())
+        for twin in different:  # these spots come first: a forward pass may assign another tensor to a buffer's name
+            _note(twin._parameters, places)
+            _note(twin._buffers, places)
+        for twin in different:
             _redirect(twin, twins, places)
             _recompose_weight_norm(twin)
 
@@ -129,9 +135,10 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module if inner is None else unwrap(inner)
 
 
-def _twin(module: nn.Module, twins: dict[int, nn.Module]) -> nn.Module:
-    if id(module) in twins:
-        return twins[id(module)]
+def _twin(module: nn.Module, twins: dict[int, Any]) -> nn.Module:
+    known: nn.Module | None = twins.get(id(module))
+    if known is not None:
+        return known
     plain = unwrap(module)
     if plain is not module:
         twins[id(module)] = twin = _twin(plain, twins)
@@ -154,53 +161,78 @@ def _twin(module: nn.Module, twins: dict[int, nn.Module]) -> nn.Module:
     return twin
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_EMPTY = (dict, OrderedDict, list, tuple, set, bool, int, type(None))
+_EMPTY = (dict, OrderedDict, list, tuple, set, type(None))
+_OWN = ("_parameters", "_buffers", "_modules")  # made by `_twin`, and right already
+_ATOMS = (bool, int, float, str, torch.Tensor, nn.Parameter, torch.dtype, torch.device)
 
 
-def _redirect(twin: nn.Module, twins: dict[int, nn.Module], places: dict[int, Place]) -> None:
+def _redirect(twin: nn.Module, twins: dict[int, Any], places: dict[int, Place]) -> None:
     """Make every reference in `twin` to a module or tensor of the tree point to the skeleton's."""
     content = twin.__dict__
     for key, value in content.items():
-        if type(value) in _EMPTY and not value:  # two thirds of a module's attributes
+        kind = type(value)
+        if kind in _ATOMS or key in _OWN or (kind in _EMPTY and not value):  # nearly all attributes of a layer
             continue
-        plain = dict(value) if key in _HOOKS else value
-        new = _redirected(plain, twins, places)
-        if new is not plain:  # among hooks: one that is a method of a module of the tree; others stay shared
-            content[key] = OrderedDict(new) if key in _HOOKS else new
-    for container in (content, content["_parameters"], content["_buffers"]):
-        _note(container, places)
+        content[key] = _redirected(value, twins, places)
+    _note(content, places)
 
 
-def _redirected(value: Any, twins: dict[int, nn.Module], places: dict[int, Place]) -> Any:
-    if isinstance(value, nn.Module):
-        return twins.get(id(value), value)
+def _redirected(value: Any, twins: dict[int, Any], places: dict[int, Place]) -> Any:
+    """Return `value` itself, or a copy that refers to the skeleton; `twins` knows what became of which object."""
+    if id(value) in twins:
+        return twins[id(value)]
     if isinstance(value, types.MethodType) and id(value.__self__) in twins:
         return types.MethodType(value.__func__, twins[id(value.__self__)])
     if isinstance(value, functools.partial):
         function, args, keywords = (_redirected(v, twins, places) for v in (value.func, value.args, value.keywords))
         return functools.partial(function, *args, **keywords)
-    if type(value) in (list, tuple, dict):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        new = {key: _redirected(item, twins, places) for key, item in items}
-        old = dict(items) if isinstance(value, dict) else dict(enumerate(value))
-        refers = any(id(item) in places for item in new.values())
-        if refers or any(new[key] is not old[key] for key in new):
-            copy = new if isinstance(value, dict) else type(value)(new.values())
-            if not isinstance(copy, tuple):
-                _note(copy, places)
-            return copy
+    old = _contents(value)
+    if old is None:
+        return value
+    twins[id(value)] = value  # in case it contains itself
+    new = {key: _redirected(item, twins, places) for key, item in old.items()}
+    if any(new[key] is not old[key] or id(old[key]) in places for key in old):
+        twins[id(value)] = value = _rebuilt(value, new)
+        if not isinstance(value, tuple):
+            _note(value if isinstance(value, dict | list | deque) else value.__dict__, places)
     return value
 
 
-def _note(container: dict[Any, Any] | list[Any], places: dict[int, Place]) -> None:
+def _contents(value: Any) -> dict[Any, Any] | None:
+    """Return what a container or a record of the user's holds; None of anything else."""
+    kind = type(value)
+    if kind in (dict, OrderedDict, defaultdict):
+        return dict(value)
+    if kind in (list, deque) or isinstance(value, tuple):
+        return dict(enumerate(value))
+    if kind is types.SimpleNamespace or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        return dict(getattr(value, "__dict__", {}))
+    return None
+
+
+def _rebuilt(value: Any, content: dict[Any, Any]) -> Any:
+    """Return a container like `value` with other content under the same keys."""
+    if isinstance(value, tuple):
+        return type(value)(*content.values()) if hasattr(value, "_fields") else tuple(content.values())
+    new = copy.copy(value)
+    if isinstance(value, dict):
+        new.update(content)
+    elif isinstance(value, list | deque):
+        for index, item in content.items():
+            new[index] = item
+    else:
+        new.__dict__.update(content)
+    return new
+
+
+def _note(container: dict[Any, Any] | list[Any] | deque[Any], places: dict[int, Place]) -> None:
     """Note the spots of a container that hold a tensor of the module; RNNs' `_flat_weights` is such a container."""
     for key, value in container.items() if isinstance(container, dict) else enumerate(container):
         if isinstance(value, Tensor) and id(value) in places:
             spots = places[id(value)].spots
             if not any(known is container and k == key for known, k in spots):
                 spots.append((container, key))
-        elif type(value) is tuple:
+        elif isinstance(value, tuple):
             for index, item in enumerate(value):
                 if isinstance(item, Tensor) and id(item) in places:
                     places[id(item)].spots.append((_Entries(container, key), index))
@@ -217,7 +249,7 @@ class _Entries:
 
     def __setitem__(self, index: int, value: Any) -> None:
         old = self._container[self._key]
-        self._container[self._key] = (*old[:index], value, *old[index + 1 :])
+        self._container[self._key] = _rebuilt(old, {**dict(enumerate(old)), index: value})
 
 
 def _check(places: Iterable[tuple[str, Place]]) -> None:

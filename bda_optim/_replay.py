@@ -61,6 +61,11 @@ class CompiledStep(Protocol):
     def pull(self, state: Any, hyper: Sequence[Tensor], unit: Any, cotangents: Cotangents) -> Cotangents:
         """Pull cotangents of the state after a unit back to the state before it, and to hyper."""
 
+    def push(
+        self, state: Any, hyper: Sequence[Tensor], unit: Any, flows: Cotangents
+    ) -> tuple[Any, Any, Cotangents] | None:
+        """Take the steps of a unit with the tangents of state and hyper; None if that cannot be done."""
+
 
 class Stored(NamedTuple):
     """A state from which steps can be replayed."""
@@ -153,10 +158,10 @@ class Replay:
         with torch.enable_grad():
             inputs = fresh([*tensors(state), *hyper])
             after, record = self._step(*self._split(state, inputs), self._items[number])
-        if isinstance(self._step, CompiledStep):
-            self._step.inspected = True
         _graph.refuse_once_differentiable(tensors(after))
         refuse_captured(tensors(after), inputs)
+        if isinstance(self._step, CompiledStep):
+            self._step.inspected = True
         if keep:
             self._tape = inputs, tensors(after)
         return detach(after), record

@@ -11,7 +11,7 @@ from torch import Tensor
 from ._adjoint import Adjoint, Unroll
 from ._aggregation import is_zero, weight
 from ._ambient import surroundings
-from ._engine import CompiledStep, with_plain_counts, with_tensor_counts
+from ._engine import CompiledStep
 from ._functional import module_slot
 from ._objective import Loss, Objective, OverTasks, TasksObjective, TreeObjective
 from ._plan import Items, check_ambient, check_count, check_devices
@@ -21,6 +21,7 @@ from ._step import BDAStep, Group, Update, gradients
 from ._tree import Slots, Template, describe, is_differentiable, map_tensors, named_leaves, replace_tensors
 from ._tree import tensors as tensors_of
 from ._types import InnerState, Record, Rule
+from ._units import with_plain_counts, with_tensor_counts
 
 
 class Trace(NamedTuple):
@@ -107,7 +108,8 @@ class Problem:
         step = BDAStep(objective, self.lower, self.upper, self.update, self.hyper, names=self.slots.names)
         with surroundings():
             if compile and not state.params[0].is_meta:
-                start = with_tensor_counts(state)
+                each = self.tasks is not None and not self.update.rule.elementwise  # a count for each task
+                start = with_tensor_counts(state, (self.tasks or 1,) if each else ())
                 run: Any = CompiledStep(step, start, values, _mode(compile))
             else:
                 run, start = step, state

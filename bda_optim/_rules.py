@@ -223,6 +223,7 @@ class ParameterRule:
     ) -> tuple[list[Move | None], tuple[RuleState, ...]]:
         """Return one move per parameter (None: it had no gradient and stays) and the new states."""
         full = self._complete(settings)
+        lists = any(isinstance(full.get(key), list) for key in _PER_PARAMETER)
         moves: list[Move | None] = []
         states: list[RuleState] = []
         for i, (grad, before, param) in enumerate(zip(grads, state, params, strict=True)):
@@ -230,10 +231,14 @@ class ParameterRule:
                 moves.append(None)
                 states.append(before)
                 continue
-            real = {key: _real(value) for key, value in before.items()}
-            (direction, scale), after = self._move(_real(grad), real, _real(param), self._local(full, i, param))
-            if isinstance(scale, Tensor) and param.is_complex():
-                direction, scale = scale * direction, 1.0
+            local = self._local(full, i, param) if lists else full
+            if not param.is_complex():
+                (direction, scale), after = self._move(grad, before, param, local)
+            else:
+                real = {key: _real(value) for key, value in before.items()}
+                (direction, scale), after = self._move(_real(grad), real, _real(param), local)
+                if isinstance(scale, Tensor):
+                    direction, scale = scale * direction, 1.0
             scale = scale.to(param.dtype) if isinstance(scale, Tensor) else scale
             moves.append(Move(_like(direction, param), scale))
             states.append({key: _like(after[key], value) for key, value in before.items()})

@@ -490,6 +490,20 @@ def test_second_derivatives(adjoint: Any) -> None:
         assert relative_error(got, difference_quotients(slope, leaves)) < 1e-8
 
 
+@replaying
+def test_second_derivatives_where_inputs_depend_on_each_other(adjoint: Any) -> None:
+    """c = a^2 and y_0 = sin a are functions of a: every road counts once, on the tape too."""
+
+    def slope(adjoint: Any, a: Tensor) -> Tensor:
+        y, _ = adjoint(curved, torch.sin(a), (a, a**2), numbers(5))
+        return torch.autograd.grad(y, a, create_graph=True)[0]
+
+    a = leaf(0.9)
+    got, want = slope(adjoint, a), slope(bda.Unroll(), a)
+    assert relative_error([got], [want]) < 1e-12
+    assert relative_error(torch.autograd.grad(got, a), torch.autograd.grad(want, a)) < 1e-12
+
+
 @pytest.mark.parametrize("adjoint", [bda.Unroll(), *REPLAYING], ids=str)
 @pytest.mark.parametrize("outside", [bda.Unroll(), bda.Checkpointed(), bda.Checkpointed(slots=2)], ids=str)
 def test_loops_nest(adjoint: Any, outside: Any) -> None:

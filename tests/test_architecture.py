@@ -15,6 +15,7 @@ LAYERS = (
     {"_types", "_tree", "_graph"},
     {
         "_schedules",
+        "_program",
         "_aggregation",
         "_prox",
         "_rules",
@@ -26,7 +27,7 @@ LAYERS = (
         "_freeze",
     },
     {"_objective", "_step", "_replay", "_adjoint", "_mixed"},
-    {"_rollout", "_engine"},
+    {"_rollout", "_engine", "_units"},
     {"_module", "_optimizer", "_innerloop", "compat", "diagnose", "__init__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

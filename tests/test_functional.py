@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
+import types
 import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -36,6 +39,42 @@ class Tied(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights = [self.in_list[0], self.in_dict["w"], self.in_dict["deeper"][0], self.in_tuple[1], self.alias]
         return self.second(self.first(x)) + sum(x @ w for w in weights)
+
+
+class Pair(NamedTuple):
+    layer: nn.Module
+    weight: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    layer: nn.Module
+    weight: Tensor
+    more: Any = None
+
+
+class Recorded(nn.Module):
+    """Holds a sub-module and a parameter in everything that programs use to hold things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.weight = nn.Linear(3, 3), nn.Parameter(torch.eye(3) / 2)
+        self.ordered = OrderedDict(layer=self.layer, weight=self.weight)
+        self.default = defaultdict(list, layer=self.layer, weight=self.weight)
+        self.queue = deque([self.layer, self.weight], maxlen=2)
+        self.pair = Pair(self.layer, self.weight)
+        self.space = types.SimpleNamespace(layer=self.layer, weight=self.weight)
+        self.record = Record(self.layer, self.weight, {"deep": [Pair(self.layer, self.weight)]})
+        self.itself: list[Any] = [self.layer]
+        self.itself.append(self.itself)
+
+    def holders(self) -> list[tuple[nn.Module, Tensor]]:
+        pairs = [(table["layer"], table["weight"]) for table in (self.ordered, self.default)]
+        pairs += [(h.layer, h.weight) for h in (self.pair, self.space, self.record, self.record.more["deep"][0])]
+        return [*pairs, tuple(self.queue), (self.itself[0], self.weight)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((layer(x) @ weight for layer, weight in self.holders()), torch.zeros(()))
 
 
 class Referring(nn.Module):
@@ -87,6 +126,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)),
     "tied": Tied,
     "referring": Referring,
+    "recorded": Recorded,
     "hooked by a method": HookedByMethod,
     "lstm": lambda: nn.LSTM(3, 3),
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(3, 3)),
@@ -218,6 +258,22 @@ def test_sub_modules_and_methods_lead_into_the_twin() -> None:
     assert module.parts[0] is module.a
 
 
+def test_containers_and_records_are_rebuilt_as_they_were() -> None:
+    module = Recorded()
+    skeleton = Skeleton(module)
+    root: Any = skeleton.root
+    new = torch.ones(3, 3)
+    skeleton.params["weight"].put(new)
+    assert all(layer is root.layer and weight is new for layer, weight in root.holders())
+    assert all(layer is module.layer and weight is module.weight for layer, weight in module.holders())
+    for name in ("ordered", "default", "queue", "pair", "space", "record"):
+        assert type(getattr(root, name)) is type(getattr(module, name))
+    assert root.default["missing"] == []
+    assert "missing" not in module.default
+    assert root.queue.maxlen == 2
+    assert root.pair._fields == ("layer", "weight")
+
+
 def test_hooks_are_shared_unless_they_are_methods_of_the_tree() -> None:
     called = []
     plain = nn.Linear(3, 3)
@@ -273,6 +329,31 @@ def test_buffers_are_laid_as_copies_and_read_as_the_call_left_them() -> None:
     skeleton.lay_buffers(own, copy=False)
     skeleton.root(X)
     assert own[2].item() == 2
+
+
+class Counting(nn.Module):
+    """Assigns a new tensor to a buffer that is held elsewhere too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.held, self.also = (self.count,), [self.count]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return x + self.count
+
+
+def test_a_buffer_is_what_its_name_says_wherever_else_it_is_held() -> None:
+    module = Counting()
+    skeleton = Skeleton(nn.ModuleList([module]))
+    for expected in (1, 2):
+        skeleton.root[0](X)
+        assert [b.item() for b in skeleton.read_buffers()] == [expected]
+        skeleton.lay_buffers(skeleton.read_buffers())
+        root: Any = skeleton.root[0]
+        assert root.count is root.held[0] is root.also[0]
+    assert module.count.item() == 0
 
 
 def test_a_module_compiled_in_place_runs_with_the_laid_tensors() -> None:

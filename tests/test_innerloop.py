@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import bda_optim as bda
+from bda_optim._types import Move
 
 K = 4
 TIGHT = {"rtol": 1e-10, "atol": 1e-13}
@@ -283,6 +284,33 @@ def test_rates_of_every_element_may_be_learned_by_an_override() -> None:
     single = torch.tensor(0.1, requires_grad=True)
     (total,) = torch.autograd.grad(upper(run(model, inner, override={"lr": single})), single)
     torch.testing.assert_close(sum(g.sum() for g in found), total, **TIGHT)
+
+
+def test_an_override_leaves_alone_what_a_rule_of_ones_own_remembers() -> None:
+    class Counted:
+        """Plain descent that counts its steps, for the whole group."""
+
+        name, defaults, elementwise = "Counted", {"lr": 0.1}, True
+
+        def validate(self, settings: Any) -> None:
+            pass
+
+        def init(self, params: Any, settings: Any) -> Any:
+            return torch.zeros(())
+
+        def point(self, params: Any, state: Any, settings: Any) -> Any:
+            return params
+
+        def update(self, grads: Any, state: Any, params: Any, settings: Any) -> Any:
+            return [Move(g, settings["lr"]) for g in grads], state + 1
+
+    model = mlp()
+    inner = bda.BDAInnerOptimizer(model.parameters(), rule=Counted())
+    with bda.innerloop_ctx(model, inner) as (fmodel, diffopt):
+        for lr in (0.1, 0.2):
+            diffopt.step(lower(fmodel), override={"lr": lr})
+    inner.commit(fmodel)
+    assert inner.state[model[0].weight]["group"].item() == 2
 
 
 @pytest.mark.parametrize(

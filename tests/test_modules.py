@@ -982,6 +982,54 @@ def test_hyper_may_be_a_module(adjoint: Any) -> None:
     torch.testing.assert_close(grads, expected, **TIGHT)
 
 
+@pytest.mark.parametrize("adjoint", [bda.Unroll(), bda.Checkpointed()], ids=type)
+def test_a_tensor_in_several_places_counts_once(adjoint: Any) -> None:
+    """The module itself as hyper: its backbone acts inside the net and beside it, its head is the anchor."""
+    module = Backboned()
+    inner = bda.BDAInnerOptimizer(module.head.parameters(), lr=0.3)
+    x = numbers(4, 3)
+
+    def lower(net: Any, hyper: Any, batch: Any) -> Tensor:
+        pull = sum((p - q).square().sum() for p, q in zip(net.head.parameters(), hyper.head.parameters(), strict=True))
+        return (net(x) - hyper.backbone(x)[:, :2]).square().mean() + pull
+
+    fmodel = inner.unroll(module, lower, hyper=module, steps=K, adjoint=adjoint)
+    cubic(fmodel, None, None).backward()
+    found = [p.grad for p in module.parameters() if p.requires_grad]
+    anchor = [module.head.weight, module.head.bias]
+    params = [p.detach().clone().requires_grad_() for p in anchor]
+
+    def features(x: Tensor) -> Tensor:
+        return module.frozen(torch.tanh(module.backbone(x)))
+
+    for _ in range(K):
+        pull = sum((p - q).square().sum() for p, q in zip(params, anchor, strict=True))
+        f = (F.linear(features(x), *params) - module.backbone(x)[:, :2]).square().mean() + pull
+        steps = torch.autograd.grad(f, params, create_graph=True)
+        params = [p - 0.3 * g for p, g in zip(params, steps, strict=True)]
+    value = (F.linear(features(numbers(4, 3, seed=2)), *params) - 1).abs().pow(3).mean()
+    expected = torch.autograd.grad(value, [p for p in module.parameters() if p.requires_grad])
+    torch.testing.assert_close(found, list(expected), **TIGHT)
+
+
+def test_a_distributed_module_is_unwrapped() -> None:
+    plain = mlp()
+    wrapped = object.__new__(nn.parallel.DistributedDataParallel)  # its __init__ wants a process group
+    nn.Module.__init__(wrapped)
+    wrapped.module = plain
+    inner = bda.BDAInnerOptimizer(wrapped.parameters(), lr=0.3)
+    expected = bda.BDAInnerOptimizer(plain.parameters(), lr=0.3).unroll(plain, square, steps=K).params
+    with untouched(plain):
+        fmodel = inner.unroll(wrapped, square, steps=K)
+        with bda.innerloop_ctx(wrapped, inner) as (other, diffopt):
+            for _ in range(K):
+                diffopt.step(square(other, None, None))
+    for net in (fmodel, other):
+        torch.testing.assert_close(list(net.params.values()), list(expected.values()), **TIGHT)
+    inner.commit(fmodel)
+    assert torch.equal(plain[0].weight, expected["0.weight"])
+
+
 # fmodel: the module with y_K inside.
 
 

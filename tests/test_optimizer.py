@@ -15,6 +15,7 @@ from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler, swa_utils
 
 import bda_optim as bda
+from bda_optim._types import Move
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -468,16 +469,17 @@ def test_a_state_dict_goes_on_where_it_was(
     other = copy.deepcopy(model)
     fresh = make(other, kind, {})
     fresh.load_state_dict(through(inner.state_dict()))
-    descend(model, inner, 3)
-    descend(other, fresh, 3)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert fresh.param_groups[0]["k"] == 6
     mine, theirs = (
         {t.data_ptr() for state in o.state.values() for t in state.values() if isinstance(t, Tensor)}
         for o in (inner, fresh)
     )
     assert not mine & theirs
+    assert len(mine) == len(theirs)
+    descend(model, inner, 3)
+    descend(other, fresh, 3)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert fresh.param_groups[0]["k"] == 6
 
 
 @pytest.mark.filterwarnings("ignore:the weights of .geometric.:UserWarning")
@@ -604,8 +606,6 @@ class Halved:
         return params
 
     def update(self, grads: Any, state: Any, params: Any, settings: Any) -> Any:
-        from bda_optim._types import Move
-
         moves = [None if g is None else Move(g / 2, settings["lr"]) for g in grads]
         return moves, {"count": state["count"] + 1}
 

@@ -42,7 +42,7 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
             gradients, and no second derivative is taken.
 
     Attributes:
-        param_groups: The settings of each group; `params` are its weights.
+        param_groups: The settings of each group; `params` are its weights, but only during an update.
         state: For each group, a dictionary from a parameter's place in the group to its state.
         k: How many steps were taken.
     """
@@ -133,9 +133,11 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
         new = list(weights)
         for group, members in zip(self.param_groups, self._members, strict=True):
             for place, i in enumerate(members):
-                if not self._track_higher_grads:
-                    group["params"][place] = group["params"][place].detach().requires_grad_(weights[i].requires_grad)
-                new[i] = group["params"][place]
+                tensor = group["params"][place]
+                new[i] = (
+                    tensor if self._track_higher_grads else tensor.detach().requires_grad_(weights[i].requires_grad)
+                )
+            group["params"] = [None] * len(members)  # a graph that the user lets go must not live on here
         self.k += 1
         if self._fmodel is not None:
             self._fmodel.update_params(new)
@@ -235,11 +237,10 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
         return [[grads[i] for i in members] for members in self._members]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the `.grad` of the weights that are leaves."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p is not None and p.is_leaf and p.grad is not None:
-                    p.grad = None if set_to_none else torch.zeros_like(p)
+        """Clear the `.grad` of the patched module's weights that are leaves."""
+        for p in self._weights(None):
+            if p.is_leaf and p.grad is not None:
+                p.grad = None if set_to_none else torch.zeros_like(p)
 
     def state_dict(self) -> dict[str, Any]:
         """Return settings and state, detached, in the form of torch.optim: ``opt.load_state_dict`` takes it.

@@ -23,6 +23,7 @@ from ._base import DifferentiableOptimizer, Grouped
 from ._override import Override
 
 _HOW = {"foreach", "fused", "capturable", "differentiable"}  # how torch.optim computes a step, not what
+_PASSED = Template.constant({})  # in the place of settings, which are passed to each call
 _OFF_AT_0 = ("momentum", "weight_decay")
 
 
@@ -102,6 +103,7 @@ class RuleOptimizer(DifferentiableOptimizer):
     def _update(self, grouped_grads: Grouped, upper: Grouped | None = None, **kwargs: Any) -> None:
         k, settings, memories = self.k + 1, [], []
         groups: list[tuple[int, ...]] = []
+        lives: list[list[int]] = []
         flat, lower, above = list[Tensor](), list[Any](), list[Any]()
         for index, (group, grads) in enumerate(zip(self.param_groups, grouped_grads, strict=True)):
             live = [i for i, p in enumerate(group["params"]) if p.requires_grad]
@@ -109,6 +111,7 @@ class RuleOptimizer(DifferentiableOptimizer):
             chosen = self._settings(group)
             if len(live) < len(group["params"]):
                 chosen = {name: self._selected(name, value, live) for name, value in chosen.items()}
+            lives.append(live)
             settings.append(chosen)
             memories.append(self._memory(index, live, params, chosen))
             groups.append(tuple(range(len(flat), len(flat) + len(live))))
@@ -120,8 +123,8 @@ class RuleOptimizer(DifferentiableOptimizer):
         if k == 1:
             refuse_extrapolation(update, state, "innerloop_ctx")
         new = update(state, lower, above, settings, [weight(s["alpha"], k) for s in settings], NO_HYPER)
-        for index, (group, members, memory) in enumerate(zip(self.param_groups, groups, new.rule, strict=True)):
-            live = [i for i, p in enumerate(group["params"]) if p.requires_grad]
+        for index, (live, members, memory) in enumerate(zip(lives, groups, new.rule, strict=True)):
+            group = self.param_groups[index]
             for i, number in zip(live, members, strict=True):
                 group["params"][i] = new.params[number]
             if isinstance(memory, tuple):
@@ -159,8 +162,7 @@ class RuleOptimizer(DifferentiableOptimizer):
 
     def _with_members(self, members: tuple[tuple[int, ...], ...]) -> Update:
         if self._update_by is None or self._update_by[0] != members:
-            unused = Template.constant({})  # the settings are passed to each call
-            self._update_by = members, Update(self.rule, [Group(m, unused) for m in members])
+            self._update_by = members, Update(self.rule, [Group(m, _PASSED) for m in members])
         return self._update_by[1]
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -72,7 +73,7 @@ class _Patched(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the same."""
-        return _plain(self).__reduce_ex__(protocol)
+        return _itself, (_plain(self),)
 
 
 def _registering(name: str) -> Any:
@@ -273,8 +274,15 @@ _CLASSES: dict[type[_Patched], weakref.WeakKeyDictionary[type[nn.Module], weakre
 }
 
 
+_LASTING: list[type[nn.Module]] = []
+
+
 def _derived(original: type[nn.Module], base: type[_Patched]) -> type[nn.Module]:
-    """Return the class of patched modules for a class of the user's; it lives as long as somebody uses it."""
+    """Return the class of patched modules for a class of the user's.
+
+    That of a class which can be imported lives on; that of a passing one (parametrizations make one per module) lives
+    as long as somebody uses it.
+    """
     known = _CLASSES[base].get(original)
     found = None if known is None else known()
     if found is None:
@@ -282,6 +290,8 @@ def _derived(original: type[nn.Module], base: type[_Patched]) -> type[nn.Module]
         content: dict[str, Any] = {"_original": original, "__module__": original.__module__, **_methods(original, base)}
         found = types.new_class(prefix + original.__name__, (base, original), {}, lambda space: space.update(content))
         _CLASSES[base][original] = weakref.ref(found)
+        if getattr(sys.modules.get(original.__module__), original.__qualname__, None) is original:
+            _LASTING.append(found)
     return found
 
 
@@ -310,6 +320,10 @@ def _running(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _flatten_nothing(self: nn.Module) -> None:
     """Leave the fast weights where they are: cuDNN's flat form would cut them off their graph."""
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
 
 
 def _plain(module: nn.Module) -> nn.Module:

@@ -1,0 +1,1 @@
+"""Benchmarks: each module is one question, with its latest answer in its header. `python -m benchmarks` runs all."""

@@ -1,0 +1,313 @@
+"""How the benchmarks measure, print and write.
+
+Time: all contestants run in one process, one after the other in every round, in an order that rotates. What is compared
+is CPU time (`time.process_time`), as the median over rounds of the ratio within a round: load from elsewhere hits the
+contestants of a round alike. The first call, which compiles, is reported separately, in seconds on the clock.
+
+Memory: every contestant runs in a process of its own. After a warm-up of a few steps (imports, data and compilation are
+over then) the peak of the resident memory is reset; what is reported is how far it rises above the value at that point.
+
+One thread and float32 throughout.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before torch and JAX load; child processes inherit it.
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", JAX_PLATFORMS="cpu")
+os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import gc
+import json
+import math
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+MIB = 2**20
+
+SAMPLE = 0.05
+"""Seconds that one measurement should take at least; quick contestants are called several times."""
+
+TOLERANCE = 1e-3
+"""How far a hypergradient in float32 may be from the reference, relative to its norm."""
+
+Run = Callable[[], Any]
+
+torch.set_num_threads(1)
+
+
+@dataclasses.dataclass
+class Entry:
+    """What was measured of one contestant.
+
+    Attributes:
+        name: The contestant.
+        first: Seconds on the clock of the first call, compilation included.
+        error: The distance to the reference hypergradient, relative to its norm.
+        times: Seconds of CPU time of one call, per round.
+        memory: Bytes by which the peak rose over the start.
+        note: What is to be said about it, such as that it ran uncompiled.
+    """
+
+    name: str
+    first: float = math.nan
+    error: float = math.nan
+    times: list[float] = dataclasses.field(default_factory=list)
+    memory: float = math.nan
+    note: str = ""
+
+    @property
+    def time(self) -> float:
+        """The median time."""
+        return statistics.median(self.times) if self.times else math.nan
+
+    @property
+    def agrees(self) -> bool:
+        """Whether it returned the right hypergradient."""
+        return not self.error > TOLERANCE
+
+    def plain(self) -> dict[str, Any]:
+        """Return it for JSON; NaN, which JSON does not know, is None."""
+        found = dict(
+            name=self.name,
+            first_call_s=round(self.first, 3),
+            cpu_ms=round(self.time * 1e3, 4),
+            cpu_ms_rounds=[round(t * 1e3, 4) for t in self.times],
+            peak_growth_mib=round(self.memory / MIB, 2),
+            relative_error=float(f"{self.error:.2e}"),
+            note=self.note,
+        )
+        return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in found.items()}
+
+
+def ratio(entry: Entry, base: Entry) -> float:
+    """Return the median over rounds of the ratio of two contestants' times."""
+    if not entry.times or not base.times:
+        return math.nan
+    return statistics.median(a / b for a, b in zip(entry.times, base.times, strict=True))
+
+
+def options(doc: str | None, names: Sequence[str], argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line that all benchmarks share."""
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=None, help="rounds of timing (default: 15; smoke: 1)")
+    parser.add_argument("--only", nargs="+", choices=names, default=list(names), metavar="NAME", help=", ".join(names))
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for JSON and PNG files")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, one round: does it run?")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="(default: not in smoke)")
+    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="measure memory too")
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.rounds is None:
+        args.rounds = 1 if args.smoke else 15
+    if args.compile is None:
+        args.compile = not args.smoke
+    return args
+
+
+@contextlib.contextmanager
+def cold_cache() -> Iterator[None]:
+    """Let torch.compile start from an empty cache, so that first calls compile; child processes share it."""
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="bda-benchmarks-", ignore_cleanup_errors=True) as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+
+def numbers(result: Any) -> np.ndarray:
+    """Return a hypergradient (tensors or arrays, in a list or alone) as one vector in float64."""
+    parts = result if isinstance(result, list | tuple) else [result]
+    arrays = [p.detach().numpy() if isinstance(p, torch.Tensor) else np.asarray(p) for p in parts]
+    return np.concatenate([a.astype(np.float64).ravel() for a in arrays])
+
+
+def first_calls(contestants: dict[str, Run], reference: np.ndarray, bar: tqdm[Any]) -> dict[str, Entry]:
+    """Call every contestant once, and compare what it returns with the reference."""
+    entries = {}
+    for name, run in contestants.items():
+        bar.set_postfix_str(f"{name}: first call")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            start = time.perf_counter()
+            found = numbers(run())
+            entry = Entry(name, first=time.perf_counter() - start)
+        entry.error = float(np.linalg.norm(found - reference) / np.linalg.norm(reference))
+        entry.note = next((str(w.message) for w in caught if "compile" in str(w.message)), "")
+        if entry.note:
+            tqdm.write(f"{name}: {entry.note}", file=sys.stderr)
+        if not entry.agrees:
+            tqdm.write(f"{name}: its hypergradient is off by {entry.error:.1e} (relative)", file=sys.stderr)
+        entries[name] = entry
+        bar.update()
+    return entries
+
+
+def race(contestants: dict[str, Run], entries: dict[str, Entry], rounds: int, bar: tqdm[Any]) -> None:
+    """Time the contestants in interleaved rounds; all were called before."""
+    names = list(contestants)
+    repeats = {name: max(1, math.ceil(SAMPLE / cpu_time(run))) for name, run in contestants.items()}
+    for number in range(rounds):
+        start = number % len(names)
+        for name in names[start:] + names[:start]:
+            bar.set_postfix_str(f"{name}: round {number + 1} of {rounds}")
+            entries[name].times.append(cpu_time(contestants[name], repeats[name]))
+            bar.update()
+
+
+def cpu_time(run: Run, repeats: int = 1) -> float:
+    """Return the CPU time of one call, in seconds; garbage of earlier calls is collected before."""
+    gc.collect()
+    start = time.process_time()
+    for _ in range(repeats):
+        run()
+    return (time.process_time() - start) / repeats
+
+
+def peak_growth(warm_up: Run, run: Run) -> dict[str, float]:
+    """Return by how many bytes the peak of the resident memory rises in `run`, and its CPU time."""
+    warm_up()
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before = _reset_peak()
+    start = time.process_time()
+    run()
+    return {"memory": _peak() - before, "seconds": time.process_time() - start}
+
+
+def _reset_peak() -> int:
+    """Reset the peak where the system allows it (Linux), and return the resident memory now."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        return _status("VmRSS")
+    except OSError:
+        return _peak()  # the growth over the highest peak so far: too small if the warm-up's was high
+
+
+def _peak() -> int:
+    try:
+        return _status("VmHWM")
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"no {field}")
+
+
+def in_child(module: str, *arguments: str, smoke: bool = False) -> dict[str, Any]:
+    """Run `module` with ``--child`` in a process of its own, and return what it printed last."""
+    command = [sys.executable, "-m", module, *(["--smoke"] if smoke else []), "--child", *arguments]
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        tqdm.write(f"{' '.join(arguments)}: {(done.stderr.splitlines() or ['no message'])[-1]}", file=sys.stderr)
+        return {"memory": math.nan, "seconds": math.nan}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def installed(name: str) -> bool:
+    """Whether a peer is there."""
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def machine() -> dict[str, str]:
+    """Describe where and with what this ran."""
+    versions = {n: metadata.version(n) for n in ("torch", "higher", "torchopt", "jax") if installed(n)}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, CPU, one thread, float32",
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def headline() -> str:
+    """Return one line for the top of an output."""
+    about = machine()
+    peers = ", ".join(f"{name} {about[name]}" for name in ("torch", "higher", "torchopt", "jax") if name in about)
+    return f"{about['date']}; {about['machine']}; {peers}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Lay out a table for the terminal: text to the left, numbers to the right."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        first, *others = (c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        return "  ".join([first, *others]).rstrip()
+
+    return "\n".join([line(head), *map(line, cells)])
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return "-" if math.isnan(value) else f"{value:.2f}" if abs(value) < 1000 else f"{value:.0f}"
+    return str(value)
+
+
+def verdict(what: str, value: float, limit: float, *, at_least: bool = False) -> dict[str, Any]:
+    """Compare a figure with what must be reached."""
+    reached = value >= limit if at_least else value <= limit
+    return {"what": what, "value": value, "limit": limit, "at_least": at_least, "reached": bool(reached)}
+
+
+def show_verdicts(verdicts: Sequence[dict[str, Any]]) -> str:
+    """Return one line per figure that must be reached."""
+    lines = []
+    for v in verdicts:
+        if math.isnan(v["value"]):
+            continue
+        word = "reached" if v["reached"] else "MISSED "
+        lines.append(f"{word}  {v['what']}: {v['value']:.3g} ({'>=' if v['at_least'] else '<='} {v['limit']:g})")
+    return "\n".join(lines)
+
+
+def save(out: Path, name: str, content: dict[str, Any], draw: Callable[[Any], None]) -> None:
+    """Write the JSON file and the plot; `draw` gets matplotlib's pyplot."""
+    import matplotlib.pyplot as plt
+
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**machine(), **content}, indent=1, allow_nan=False, default=str)
+    (out / f"{name}.json").write_text(text + "\n")
+    draw(plt)
+    plt.savefig(out / f"{name}.png", dpi=120, bbox_inches="tight")
+    plt.close("all")
+    print(f"\nwritten: {out / f'{name}.json'}, {out / f'{name}.png'}")

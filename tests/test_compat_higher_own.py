@@ -1,0 +1,764 @@
+"""What `bda_optim.compat.higher` promises by itself: modules, memory, states, errors. `higher` is not needed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import bda_optim as bda
+import bda_optim.compat.higher as higher
+from bda_optim.compat.higher.optim import DifferentiableAdam, DifferentiableOptimizer, DifferentiableSGD
+
+O = torch.optim  # noqa: E741
+
+
+@pytest.fixture(autouse=True)
+def _double() -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+class Net(nn.Module):
+    """BatchNorm, a method, an attribute that forward sets, an overridden `train`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh())
+        self.head = nn.Linear(6, 2)
+        self.scale = 1.0
+        self.calls = 0
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+    def train(self, mode: bool = True) -> Net:
+        super().train(mode)
+        self.body[1].eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.head(self.features(x)) * self.scale
+
+
+def data(n: int = 6) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(n, 4), torch.randn(n, 2)
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def stepped(net: nn.Module, opt: Any, steps: int = 3, **settings: Any) -> Any:
+    x, y = data()
+    with higher.innerloop_ctx(net, opt, **settings) as (fnet, diffopt):
+        for _ in range(steps):
+            diffopt.step(F.mse_loss(fnet(x), y))
+    return fnet, diffopt
+
+
+# The patched module.
+
+
+def test_a_patched_module_is_one_of_the_users_class() -> None:
+    net, (x, _) = Net(), data()
+    fnet = higher.monkeypatch(net)
+    assert isinstance(fnet, Net) and isinstance(fnet, nn.Module) and isinstance(fnet.body[0], nn.Linear)
+    assert list(dict(fnet.named_parameters())) == list(dict(net.named_parameters()))
+    assert list(fnet.state_dict()) == list(net.state_dict())
+    fnet.scale = 2.0
+    torch.testing.assert_close(fnet(x), 2 * net(x))
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    assert fnet.calls == 1 and net.calls == 1 and net.scale == 1.0
+    fnet.train()
+    assert fnet.training and not fnet.body[1].training and net.body[1].training
+    fnet.eval()
+    assert net.training and not fnet.head.training
+    fnet.body[1].train()(torch.randn(6, 6))
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+
+
+def test_parts_and_methods_follow_the_fast_weights() -> None:
+    net, (x, _) = Net().eval(), data()
+    fnet = higher.monkeypatch(net, copy_initial_weights=False)
+    fnet.update_params([2 * p for p in fnet.parameters()])
+    expected = F.linear(x, 2 * net.body[0].weight, 2 * net.body[0].bias)
+    torch.testing.assert_close(fnet.body[0](x), expected)
+    torch.testing.assert_close(fnet.features(x), fnet.body(x))
+    torch.testing.assert_close(fnet.head.forward(fnet.features(x)), fnet(x))
+    assert fnet.head.weight is fnet.fast_params[4] and next(fnet.head.parameters()) is fnet.head.weight
+    fnet.features(x).sum().backward()
+    assert net.body[0].weight.grad is not None
+    torch.testing.assert_close(fnet.head(torch.ones(6), params=list(net.parameters())), net.head(torch.ones(6)))
+
+
+def test_rnns_follow_the_fast_weights() -> None:
+    for cls in (nn.RNN, nn.LSTM, nn.GRU):
+        rnn, x = cls(3, 4), torch.randn(5, 2, 3)
+        fast = [2 * p.detach() for p in rnn.parameters()]
+        frnn = higher.monkeypatch(rnn)
+        frnn.flatten_parameters()
+        out = frnn(x, params=fast)[0]
+        with torch.no_grad():
+            for p in rnn.parameters():
+                p.mul_(2)
+        torch.testing.assert_close(out, rnn(x)[0])
+
+
+def test_params_of_a_call_become_the_fast_weights_shared_ones_once() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].weight = net[0].weight
+    fnet = higher.make_functional(net)
+    assert fnet.fast_params is None
+    with pytest.raises(ValueError, match="no fast weights yet"):
+        fnet(torch.ones(4))
+    with pytest.raises(ValueError, match="no fast weights yet"):
+        fnet.parameters()
+    new = [torch.eye(4), torch.ones(4), torch.zeros(4)]
+    torch.testing.assert_close(fnet(torch.ones(4), params=new), 2 * torch.ones(4))
+    assert fnet[0].weight is fnet[1].weight is new[0]
+    torch.testing.assert_close(fnet(torch.zeros(4)), torch.ones(4))
+    with pytest.raises(ValueError, match="3 parameters, shared ones counted once; got 4"):
+        fnet(torch.ones(4), params=[*new, torch.zeros(4)])
+    with pytest.raises(TypeError, match="fast weights are tensors"):
+        fnet.update_params([1, 2, 3])
+
+
+def test_assigning_a_parameter_or_an_entry_of_the_list() -> None:
+    net, x = nn.Sequential(nn.Linear(4, 2)), torch.ones(4)
+    fnet = higher.monkeypatch(net, keep_history=True)
+    fnet[0].weight = torch.zeros(2, 4)
+    torch.testing.assert_close(fnet(x), net[0].bias.detach())
+    fnet.fast_params[1] = torch.ones(2)
+    torch.testing.assert_close(fnet(x), torch.ones(2))
+    assert len([*fnet.parameters(time=0)]) == 2
+    with pytest.raises(IndexError, match="time"):
+        fnet.parameters(time=2)
+
+
+def test_the_weights_of_a_copy_are_leaves_that_the_forward_pass_uses() -> None:
+    net, (x, y) = linear(), data()
+    net[2].bias.requires_grad_(False)
+    fnet = higher.monkeypatch(net, device="cpu")
+    F.mse_loss(fnet(x), y).backward()
+    assert [p.grad is None for p in fnet.parameters()] == [False, False, False, True]
+    assert all(p.grad is None for p in net.parameters())
+    fnet.zero_grad()
+    assert all(p.grad is None for p in fnet.parameters())
+
+
+def test_the_history_is_kept_on_demand() -> None:
+    net = linear()
+    fnet, _ = stepped(net, O.SGD(net.parameters(), lr=0.1), 3, keep_history=True)
+    lists = [list(fnet.parameters(time=t)) for t in range(4)]
+    assert all(a is b for a, b in zip(lists[3], fnet.fast_params, strict=True))
+    assert all(a is b for a, b in zip(lists[0], fnet.init_fast_params, strict=True))
+    assert lists[-2][0] is next(fnet.parameters(time=-2)) is next(fnet.parameters(time=2))
+    torch.autograd.grad(fnet(data()[0]).sum(), lists[1])
+    fnet, _ = stepped(net, O.SGD(net.parameters(), lr=0.1), 3)
+    assert [p.shape for p in fnet.parameters(time=0)] == [p.shape for p in fnet.parameters(time=3)]
+    with pytest.raises(ValueError, match="keep_history=True"):
+        fnet.parameters(time=1)
+    assert [p.shape for p in higher.monkeypatch(net[0]).parameters(recurse=False)] == [(5, 4), (5,)]
+    assert [*fnet.parameters(recurse=False)] == []
+
+
+def test_without_tracking_there_are_only_the_present_weights() -> None:
+    net = linear()
+    fnet, _ = stepped(net, O.SGD(net.parameters(), lr=0.1), 2, track_higher_grads=False)
+    assert all(p.is_leaf and p.requires_grad for p in fnet.parameters())
+    assert next(fnet.parameters(time=0)) is fnet.fast_params[0] is next(fnet.parameters(time=-1))
+    with pytest.raises(ValueError, match="track_higher_grads=True"):
+        fnet.parameters(time=1)
+    with pytest.raises(RuntimeError, match="fast_params"):
+        _ = fnet.init_fast_params
+    with pytest.raises(ValueError, match="True or False"):
+        fnet.track_higher_grads = 1
+
+
+def test_hooks_run_once_and_new_ones_stay_with_the_patched_module() -> None:
+    net, (x, _) = Net(), data()
+    calls: list[str] = []
+    net.register_forward_pre_hook(lambda *_: calls.append("pre"))
+    net.register_forward_hook(lambda *_: calls.append("root"))
+    net.head.register_forward_hook(lambda *_: calls.append("head"))
+    fnet = higher.monkeypatch(net)
+    fnet(x)
+    assert calls == ["pre", "head", "root"]
+    handle = fnet.head.register_forward_hook(lambda *_: calls.append("new"))
+    fnet(x)
+    assert calls[3:] == ["pre", "head", "new", "root"]
+    net(x)
+    assert calls[7:] == ["pre", "head", "root"]
+    handle.remove()
+    fnet.head(torch.ones(6))
+    assert calls[10:] == ["head"]
+
+
+@pytest.mark.parametrize("make", [Net, linear, lambda: nn.LSTM(4, 3)], ids=["net", "sequential", "lstm"])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda f: pickle.loads(pickle.dumps(f))], ids=["deepcopy", "pickle"])
+def test_copies_go_their_own_way(make: Callable[[], nn.Module], how: Callable[[Any], Any]) -> None:
+    net, (x, _) = make(), data()
+    fnet = higher.monkeypatch(net, copy_initial_weights=False)
+    fnet.update_params([p * 2 + 1 for p in fnet.parameters()])
+    other = how(fnet)
+    assert type(other) is type(fnet) and all(p.is_leaf and p.requires_grad for p in other.parameters())
+    result, expected = (f(x) if isinstance(f(x), Tensor) else f(x)[0] for f in (other, fnet))
+    torch.testing.assert_close(result.detach(), expected.detach())
+    torch.testing.assert_close(list(other.parameters(time=0)), [p.detach() for p in net.parameters()], check_dtype=True)
+    other.update_params([torch.zeros_like(p) for p in other.parameters()])
+    assert all(bool(p.any()) for p in fnet.parameters())
+    for part in fnet.children():
+        assert type(how(part)) in (nn.Sequential, nn.Linear, nn.Tanh)
+
+
+def test_a_patched_module_cannot_be_patched_moved_or_cast() -> None:
+    fnet = higher.monkeypatch(linear())
+    for module in (fnet, nn.Sequential(nn.Linear(2, 4), fnet), copy.deepcopy(fnet)):
+        with pytest.raises(ValueError, match="cannot be patched again"):
+            higher.monkeypatch(module)
+    for move in (fnet.float, lambda: fnet[0].to("cpu"), fnet.half):
+        with pytest.raises(NotImplementedError, match="device="):
+            move()
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        higher.monkeypatch(lambda x: x)  # type: ignore[arg-type]
+
+
+def test_buffers_are_copied_and_can_be_synchronised() -> None:
+    net, (x, y) = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), data()
+    with higher.innerloop_ctx(net, O.SGD(net.parameters(), lr=0.1)) as (fnet, diffopt):
+        for _ in range(3):
+            fnet.train()
+            lower = F.mse_loss(fnet(x), y)
+            fnet.eval()
+            upper = F.mse_loss(fnet(x), -y)  # its graph needs statistics that the next pass in train mode overwrites
+            diffopt.step(lower + upper)
+        F.mse_loss(fnet(x), y).backward()
+    assert int(fnet[1].num_batches_tracked) == 3 and int(net[1].num_batches_tracked) == 0
+    higher.patch.buffer_sync(net, fnet)
+    assert int(fnet[1].num_batches_tracked) == 0
+    with pytest.raises(KeyError, match="sub-module"):
+        higher.patch.buffer_sync(nn.Sequential(net), fnet)
+
+
+def test_a_checkpoint_in_the_module_is_refused() -> None:
+    class Saving(nn.Module):
+        def __init__(self, reentrant: bool) -> None:
+            super().__init__()
+            self.block, self.head, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 2), reentrant
+
+        def features(self, x: Tensor) -> Any:
+            return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.features(x))
+
+    x, y = data()
+    for reentrant in (False, True):
+        net = Saving(reentrant)
+        with (
+            higher.innerloop_ctx(net, O.SGD(net.parameters(), lr=0.1)) as (fnet, diffopt),
+            pytest.raises(RuntimeError, match="checkpoint"),
+        ):
+            diffopt.step(F.mse_loss(fnet(x.requires_grad_()), y))
+        if not reentrant:
+            with pytest.raises(RuntimeError, match="checkpoint"):
+                fnet.features(x)
+
+
+def test_attention_can_be_differentiated_twice_also_by_parts() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    net, x = Block(), torch.randn(2, 3, 4)
+    calls: tuple[Callable[[Any], Tensor], ...] = (lambda f: f(x), lambda f: f.attention(x, x, x, need_weights=False)[0])
+    for call in calls:
+        net.zero_grad()
+        with higher.innerloop_ctx(net, O.SGD(net.parameters(), lr=0.1), copy_initial_weights=False) as (fnet, diffopt):
+            diffopt.step(call(fnet).square().mean())
+            call(fnet).sum().backward()
+        assert net.attention.in_proj_weight.grad is not None
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_registries_of_the_users_class_are_left_alone() -> None:
+    class Base(nn.Module):
+        known: list[str] = []  # noqa: RUF012
+
+        def __init_subclass__(cls, *, key: str) -> None:
+            Base.known.append(key)
+
+    class Child(Base, key="child"):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.w * x
+
+    assert isinstance(higher.monkeypatch(Child()), Child) and Base.known == ["child"]
+
+
+# Memory.
+
+
+def test_a_patched_module_is_freed_without_the_garbage_collector() -> None:
+    class Odd(Net):
+        """Holds its parameters in a tuple and a list besides."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Parameter(torch.ones(2))
+            self.pair, self.many = (self.own, self.head.bias), [self.head.weight]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.pair[0] + self.pair[1] + self.many[0].sum()
+
+    (x, y), net = data(), Odd()
+    gc.collect()
+    gc.disable()
+    try:
+        fnet = higher.monkeypatch(net, copy_initial_weights=False)
+        diffopt = higher.get_diff_optim(O.Adam(net.parameters(), lr=0.1), net.parameters(), fmodel=fnet)
+        for _ in range(2):
+            diffopt.step(F.mse_loss(fnet(x), y))
+        assert fnet.pair[0] is fnet.own and fnet.many[0] is fnet.head.weight
+        fnet(x).sum().backward()
+        gone = [weakref.ref(o) for o in (fnet, fnet.head, fnet.own, diffopt, fnet.__dict__["_fast_weights"])]
+        del fnet, diffopt
+        assert [o() for o in gone] == [None] * 5
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_weights_of_past_steps_are_not_kept(track: bool) -> None:
+    net, (x, y) = nn.Linear(4, 2), data()  # no graph needs the weights of a linear model
+    seen = []
+    with higher.innerloop_ctx(net, O.SGD(net.parameters(), lr=0.1), track_higher_grads=track) as (fnet, diffopt):
+        for _ in range(4):
+            diffopt.step(F.mse_loss(fnet(x), y))
+            seen.append(weakref.ref(fnet.fast_params[0]))
+    assert [ref() is None for ref in seen] == [True, True, True, False]
+
+
+def test_truncation_frees_what_was_before() -> None:
+    net, (x, y) = linear(), data()
+    fnet = higher.monkeypatch(net)
+    diffopt = higher.get_diff_optim(O.SGD(net.parameters(), lr=0.1, momentum=0.9), net.parameters(), fmodel=fnet)
+    seen = []
+    for _ in range(3):
+        for _ in range(2):
+            diffopt.step(F.mse_loss(fnet(x), y))
+        seen.append(weakref.ref(fnet.fast_params[2]))
+        fnet.update_params([p.detach().requires_grad_() for p in fnet.fast_params])
+        diffopt.load_state_dict(diffopt.state_dict())
+    assert [ref() for ref in seen] == [None] * 3
+    assert diffopt.k == 6 and not diffopt.state[0][0]["momentum_buffer"].requires_grad
+
+
+# The optimizers.
+
+
+@pytest.mark.parametrize(
+    "cls, settings",
+    [
+        (O.SGD, {"momentum": 0.9, "dampening": 0.3, "maximize": True}),
+        (O.Adam, {"amsgrad": True, "weight_decay": 0.1, "decoupled_weight_decay": True, "eps": 1e-2}),
+        (O.AdamW, {"weight_decay": 0.5}),
+        (O.Adamax, {"maximize": True}),
+        (O.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+        (O.RAdam, {"betas": (0.5, 0.6)}),
+        (O.RMSprop, {"centered": True, "momentum": 0.5}),
+        (O.Rprop, {}),
+        (O.Adagrad, {"initial_accumulator_value": 0.1, "lr_decay": 0.1}),
+        (O.Adadelta, {"maximize": True}),
+        (O.ASGD, {"lambd": 0.1}),
+        (O.Adafactor, {"weight_decay": 0.1}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_loop_goes_on_where_the_optimizer_was_and_back(cls: Any, settings: dict[str, Any]) -> None:
+    """Two steps of torch.optim, two inner steps, their state loaded into torch.optim, two steps more: as six of it."""
+    x, y = data()
+    nets = [linear(), linear()]
+    opts = [cls(net.parameters(), lr=0.01, **settings) for net in nets]
+
+    def ordinary(which: int, steps: int) -> None:
+        for _ in range(steps):
+            opts[which].zero_grad()
+            F.mse_loss(nets[which](x), y).backward()
+            opts[which].step()
+
+    ordinary(0, 6)
+    ordinary(1, 2)
+    fnet, diffopt = stepped(nets[1], opts[1], 2)
+    assert type(diffopt).__name__ == f"Differentiable{cls.__name__}"
+    packed = pickle.loads(pickle.dumps(diffopt.state_dict()))
+    opts[1].load_state_dict(packed)
+    with torch.no_grad():
+        for p, q in zip(nets[1].parameters(), fnet.parameters(), strict=True):
+            p.copy_(q)
+    ordinary(1, 2)
+    # torch.optim keeps counts in float32 in some of these, and so does what it loads
+    for p, q in zip(*(net.parameters() for net in nets), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)
+
+
+def test_a_state_dict_in_the_middle_of_a_loop() -> None:
+    net, (x, y) = linear(), data()
+    opt = O.Adam(net.parameters(), lr=0.1)
+    fnet, diffopt = stepped(net, opt, 2)
+    saved, weights = pickle.loads(pickle.dumps((diffopt.state_dict(), fnet)))
+    again = higher.get_diff_optim(opt, net.parameters(), fmodel=weights)
+    again.load_state_dict(saved)
+    for f, d in ((fnet, diffopt), (weights, again)):
+        d.step(F.mse_loss(f(x), y))
+    for p, q in zip(fnet.parameters(), weights.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="groups of"):
+        again.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]})
+
+
+def test_a_scheduler_changes_the_rate_between_steps() -> None:
+    net, (x, y) = linear(), data()
+    plain = copy.deepcopy(net)
+    opt = O.SGD(plain.parameters(), lr=0.3)
+    ordinary = O.lr_scheduler.ExponentialLR(opt, 0.5)
+    with higher.innerloop_ctx(net, O.SGD(net.parameters(), lr=0.3)) as (fnet, diffopt):
+        scheduler = O.lr_scheduler.ExponentialLR(diffopt, 0.5)
+        for _ in range(3):
+            diffopt.step(F.mse_loss(fnet(x), y))
+            scheduler.step()
+            opt.zero_grad()
+            F.mse_loss(plain(x), y).backward()
+            opt.step()
+            ordinary.step()
+    assert diffopt.param_groups[0]["lr"] == opt.param_groups[0]["lr"] == 0.3 / 8
+    for p, q in zip(fnet.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach())
+
+
+@pytest.mark.parametrize("first_order", [False, True])
+def test_micro_batches_make_one_step(first_order: bool) -> None:
+    net, (x, y) = linear(), data()
+    results = []
+    for parts in (1, 3):
+        net.zero_grad()
+        opt = O.SGD(net.parameters(), lr=0.3, momentum=0.5)
+        with higher.innerloop_ctx(net, opt, copy_initial_weights=False, first_order=first_order) as (fnet, diffopt):
+            for _ in range(2):
+                for piece in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                    diffopt.accumulate(F.mse_loss(fnet(piece[0]), piece[1]) / parts)
+                diffopt.step()
+            F.mse_loss(fnet(x), -y).backward()
+        results.append([p.grad.clone() for p in net.parameters()])
+    torch.testing.assert_close(*results)
+    with pytest.raises(ValueError, match="needs a loss"):
+        diffopt.step()
+    diffopt.accumulate(F.mse_loss(fnet(x), y))
+    fnet.update_params([p.detach().requires_grad_() for p in fnet.parameters()])
+    with pytest.raises(ValueError, match="weights changed"):
+        diffopt.step(F.mse_loss(fnet(x), y))
+
+
+def test_first_order_takes_gradients_as_constants() -> None:
+    net, (x, y) = linear(), data()
+    lr = torch.tensor(0.3, requires_grad=True)
+    opt = O.SGD(net.parameters(), lr=0.3)
+    with higher.innerloop_ctx(net, opt, copy_initial_weights=False, first_order=True, override={"lr": lr}) as (
+        fnet,
+        diffopt,
+    ):
+        for _ in range(3):
+            diffopt.step(F.mse_loss(fnet(x), y))
+        loss = F.mse_loss(fnet(x), -y)
+    expected = torch.autograd.grad(loss, fnet.fast_params, retain_graph=True)
+    loss.backward()
+    torch.testing.assert_close([p.grad for p in net.parameters()], list(expected))
+    assert lr.grad is not None
+
+
+def test_bda_mixes_both_levels_as_the_library_does() -> None:
+    net, (x, y) = linear(), data()
+    results = []
+    for which in (higher, bda):
+        net.zero_grad()
+        target = torch.zeros(6, 2, requires_grad=True)
+        inner = bda.BDAInnerOptimizer(
+            net.parameters(), lr=0.2, upper_lr=0.5, alpha=bda.harmonic(0.5), rule=O.Adam, prox=bda.prox.l1(0.01)
+        )
+        with which.innerloop_ctx(net, inner, copy_initial_weights=False) as (fnet, diffopt):
+            for _ in range(4):
+                losses = F.mse_loss(fnet(x), y), F.mse_loss(fnet(x), target)
+                diffopt.step(losses[0], upper_loss=losses[1]) if which is higher else diffopt.step(*losses)
+            F.mse_loss(fnet(x), target).backward()
+        results.append([*(p.grad for p in net.parameters()), target.grad])
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+    inner = bda.BDAInnerOptimizer(net.parameters(), lr=0.2, alpha=bda.harmonic(0.5), momentum=0.9)
+    fnet = higher.monkeypatch(net)
+    diffopt = higher.get_diff_optim(inner, net.parameters(), fmodel=fnet)
+    for _ in range(2):
+        diffopt.step(F.mse_loss(fnet(x), y), upper_loss=F.mse_loss(fnet(x), -y))
+    inner.load_state_dict(diffopt.state_dict())
+    assert inner.param_groups[0]["k"] == 2 and inner.param_groups[0]["alpha"] == bda.harmonic(0.5)
+    torch.testing.assert_close(
+        inner.state[net[0].weight]["momentum_buffer"], diffopt.state[0][0]["momentum_buffer"].detach()
+    )
+    again = higher.get_diff_optim(inner, net.parameters(), fmodel=fnet)
+    again.load_state_dict(diffopt.state_dict())
+    assert again.k == 2
+    assert set(higher.get_trainable_opt_params(inner)) == {"lr", "momentum", "dampening", "weight_decay"}
+
+
+def test_torchopt_rules_keep_their_state() -> None:
+    torchopt = pytest.importorskip("torchopt")
+    net, (x, y) = linear(), data()
+    inner = bda.BDAInnerOptimizer(net.parameters(), rule=torchopt.adam(lr=0.1))
+    with higher.innerloop_ctx(net, inner, copy_initial_weights=False) as (fnet, diffopt):
+        for _ in range(2):
+            diffopt.step(F.mse_loss(fnet(x), y))
+        F.mse_loss(fnet(x), y).backward()
+    expected, _ = stepped(net, O.Adam(net.parameters(), lr=0.1), 2)
+    torch.testing.assert_close([p.detach() for p in fnet.parameters()], [p.detach() for p in expected.parameters()])
+    again = higher.get_diff_optim(inner, net.parameters(), fmodel=fnet)
+    again.load_state_dict(diffopt.state_dict())
+    again.step(F.mse_loss(fnet(x), y))
+
+
+def test_frozen_parameters_stay_and_groups_keep_their_settings() -> None:
+    net, (x, y) = linear(), data()
+    net[0].weight.requires_grad_(False)
+    opt = O.SGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.0}], lr=0.5, momentum=0.9)
+    for track in (True, False):
+        fnet, _ = stepped(net, opt, 3, track_higher_grads=track)
+        moved = [not torch.equal(p, q) for p, q in zip(fnet.parameters(), net.parameters(), strict=True)]
+        assert moved == [False, True, False, False]
+        assert [p.requires_grad for p in fnet.parameters()] == [False, True, True, True]
+    rates = [[torch.full_like(p, 0.1).requires_grad_() for p in net[i].parameters()] for i in (0, 2)]
+    with higher.innerloop_ctx(net, opt, override={"lr": rates}) as (fnet, diffopt):
+        diffopt.step(F.mse_loss(fnet(x), y))
+        F.mse_loss(fnet(x), -y).backward()
+    assert rates[0][0].grad is None and rates[0][1].grad is not None and rates[1][0].grad is not None
+
+
+def test_a_setting_turned_on_in_the_middle_of_a_loop() -> None:
+    net, (x, y) = linear(), data()
+    momentum = torch.tensor(0.5, requires_grad=True)
+    with higher.innerloop_ctx(net, O.SGD(net.parameters(), lr=0.1)) as (fnet, diffopt):
+        diffopt.step(F.mse_loss(fnet(x), y))
+        diffopt.step(F.mse_loss(fnet(x), y), override={"momentum": momentum})
+        diffopt.step(F.mse_loss(fnet(x), y))
+        F.mse_loss(fnet(x), -y).backward()
+    assert momentum.grad is not None and bool(momentum.grad != 0)
+
+
+def test_learned_settings_are_the_derivative() -> None:
+    """Where higher takes square roots of numbers: the betas of Adam."""
+    net, (x, y) = linear(), data()
+
+    def upper(lr: Tensor, beta1: Tensor, beta2: Tensor, eps: Tensor) -> Tensor:
+        override = {"lr": [lr], "betas": [(beta1, beta2)], "eps": [eps]}
+        with higher.innerloop_ctx(net, O.Adam(net.parameters()), override=override) as (fnet, diffopt):
+            for _ in range(3):
+                diffopt.step(F.mse_loss(fnet(x), y))
+            return F.mse_loss(fnet(x), -y)
+
+    values = [torch.tensor(v, requires_grad=True) for v in (0.1, 0.8, 0.9, 1e-2)]
+    assert torch.autograd.gradcheck(upper, values)
+
+
+def test_trainable_settings_and_back() -> None:
+    params = [torch.zeros(2, requires_grad=True) for _ in range(2)]
+    opt = O.RMSprop([{"params": params[:1]}, {"params": params[1:], "lr": 1}], lr=0.1, alpha=0.9)
+    override = higher.get_trainable_opt_params(opt)
+    assert set(override) == {"lr", "alpha", "eps", "weight_decay", "momentum"}
+    assert all(len(values) == 2 and all(v.requires_grad for v in values) for values in override.values())
+    higher.apply_trainable_opt_params(opt, {**override, "lr": [torch.tensor(0.5)], "momentum": [torch.tensor(2.0)]})
+    assert [group["lr"] for group in opt.param_groups] == [0.5, 0.5] and type(opt.param_groups[0]["lr"]) is float
+    assert [type(group["momentum"]) for group in opt.param_groups] == [int, int]
+    adam = O.Adam(params, lr=torch.tensor(0.1), betas=(0.9, 0.99))
+    override = higher.get_trainable_opt_params(adam, device="cpu")
+    assert isinstance(override["betas"][0], tuple) and "amsgrad" not in override
+    rate = adam.param_groups[0]["lr"]
+    higher.apply_trainable_opt_params(adam, {"betas": [(torch.tensor(0.5), 0.75)], "lr": [torch.tensor(0.2)]})
+    assert adam.param_groups[0]["betas"] == (0.5, 0.75)
+    assert adam.param_groups[0]["lr"] is rate and float(rate) == 0.2
+    for wrong in ({"beta": [0.1]}, {"lr": [0.1, 0.2, 0.3]}, {"betas": [(0.1,)]}, {"eps": [torch.ones(2)]}):
+        with pytest.raises(ValueError, match=r"no setting|one per parameter group|entries|one element"):
+            higher.apply_trainable_opt_params(adam, wrong)
+
+
+def test_an_optimizer_of_the_users() -> None:
+    class SignSGD(O.SGD):
+        pass
+
+    class DifferentiableSignSGD(DifferentiableOptimizer):
+        def _update(self, grouped_grads: Any, **kwargs: Any) -> None:
+            for index, (group, grads) in enumerate(zip(self.param_groups, grouped_grads, strict=True)):
+                for i, (p, g) in enumerate(zip(group["params"], grads, strict=True)):
+                    self.state[index][i]["count"] = self.state[index][i].get("count", 0) + 1
+                    group["params"][i] = p - group["lr"] * g.sign()
+
+    net, (x, y) = linear(), data()
+    opt = SignSGD(net.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="register_optim"):
+        higher.get_diff_optim(opt, net.parameters())
+    higher.register_optim(SignSGD, DifferentiableSignSGD)
+    lr = torch.tensor(0.1, requires_grad=True)
+    fnet, diffopt = stepped(net, opt, 2, override={"lr": [lr]})
+    F.mse_loss(fnet(x), y).backward()
+    assert lr.grad is not None and diffopt.state[0][0]["count"] == 2
+    higher.register_optim(SignSGD, DifferentiableSGD)
+    assert type(higher.get_diff_optim(opt, net.parameters())) is DifferentiableSGD
+    with pytest.raises(TypeError, match="subclass of `DifferentiableOptimizer`"):
+        higher.register_optim(SignSGD, O.SGD)  # type: ignore[arg-type]
+
+
+def test_create_diff_optim_with_groups() -> None:
+    net, (x, y) = linear(), data()
+    fnet = higher.monkeypatch(net)
+    weights = list(fnet.parameters())
+    groups = [{"params": iter(weights[2:]), "lr": 0.0}, {"params": weights[:2]}]
+    diffopt = higher.create_diff_optim(O.Adagrad, {"lr": 0.1}, params=groups, fmodel=fnet)
+    diffopt.step(F.mse_loss(fnet(x), y))
+    moved = [not torch.equal(p, q) for p, q in zip(fnet.parameters(), net.parameters(), strict=True)]
+    assert moved == [True, True, False, False]
+    assert isinstance(higher.create_diff_optim(O.Adam, fmodel=fnet), DifferentiableAdam)
+    with pytest.raises(ValueError, match="`fmodel` or `params`"):
+        higher.create_diff_optim(O.Adam)
+
+
+def test_the_caller_may_be_under_no_grad() -> None:
+    net, (x, y) = linear(), data()
+    with torch.no_grad(), higher.innerloop_ctx(net, O.SGD(net.parameters(), lr=0.1)) as (fnet, diffopt):
+        for _ in range(2):
+            with torch.enable_grad():
+                loss = F.mse_loss(fnet(x), y)
+            diffopt.step(loss)
+        with torch.enable_grad():
+            F.mse_loss(fnet(x), y).backward()
+    assert all(p.grad is not None for p in fnet.init_fast_params)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="no_grad"):
+        stepped(net, O.SGD(net.parameters(), lr=0.1))
+
+
+def test_two_loops_on_one_module_in_two_threads() -> None:
+    net, (x, y) = linear(), data()
+    expected, _ = stepped(net, O.SGD(net.parameters(), lr=0.1), 5)
+    found: list[Any] = []
+
+    def work() -> None:
+        for _ in range(10):
+            with higher.innerloop_ctx(net, O.SGD(net.parameters(), lr=0.1)) as (fnet, diffopt):
+                for _ in range(5):
+                    diffopt.step(F.mse_loss(fnet(x), y))
+            found.append(fnet)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 20
+    for fnet in found:
+        torch.testing.assert_close(list(fnet.parameters()), list(expected.parameters()), rtol=0, atol=0)
+
+
+def test_a_diverged_loop_is_reported() -> None:
+    net = linear()
+    with pytest.warns(RuntimeWarning, match="diverged"):
+        stepped(net, O.SGD(net.parameters(), lr=1e300), 4)
+
+
+# Refusals.
+
+
+@pytest.fixture
+def diffopt() -> Iterator[Any]:
+    net = linear()
+    fnet = higher.monkeypatch(net)
+    opt = O.SGD(net.parameters(), lr=0.1)
+    yield higher.get_diff_optim(opt, net.parameters(), fmodel=fnet)
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda d, loss: d.step(loss, upper_loss=loss), TypeError, "BDAInnerOptimizer"),
+        (lambda d, loss: d.step(loss, upper=loss), TypeError, "upper"),
+        (lambda d, loss: d.step(loss, override={"rl": [0.1]}), ValueError, "It has lr"),
+        (lambda d, loss: d.step(loss, override={"foreach": [True]}), ValueError, "no effect"),
+        (lambda d, loss: d.step(loss, override={"lr": [0.1, 0.2]}), ValueError, "one per parameter group"),
+        (lambda d, loss: d.step(loss, override={"lr": [-0.1]}), ValueError, "at least 0"),
+        (
+            lambda d, loss: d.step(loss, override={"nesterov": [torch.tensor(1.0, requires_grad=True)]}),
+            ValueError,
+            "True or False",
+        ),
+        (lambda d, loss: d.step(loss, grad_callback=lambda grads: grads[1:]), ValueError, "must return 4"),
+        (lambda d, loss: d.step(loss, params=[]), ValueError, "Pass all"),
+        (lambda d, loss: d.step(loss.expand(2)), ValueError, "scalar"),
+        (lambda d, loss: d.step(torch.ones((), requires_grad=True)), ValueError, "does not depend"),
+        (lambda d, loss: d.add_param_group({"params": []}), NotImplementedError, "get_diff_optim"),
+        (lambda d, loss: d.register_state_dict_pre_hook(print), NotImplementedError, "state_dict"),
+        (lambda d, loss: copy.deepcopy(d), NotImplementedError, "state_dict"),
+    ],
+)
+def test_what_is_refused(diffopt: Any, call: Any, error: Any, words: str) -> None:
+    x, y = data()
+    with pytest.raises(error, match=words):
+        call(diffopt, F.mse_loss(diffopt._fmodel(x), y))
+
+
+def test_optimizers_without_a_derivative_are_refused() -> None:
+    net = linear()
+    for opt in (O.LBFGS(net.parameters()), O.SparseAdam(net.parameters())):
+        with pytest.raises(ValueError, match="Use"):
+            higher.get_diff_optim(opt, net.parameters())
+    with pytest.raises(ValueError, match=r"`parameters\(\)` of the module"):
+        higher.get_diff_optim(O.SGD(net.parameters(), lr=0.1), linear().parameters())
+    with pytest.raises(ValueError, match="Pass `params=`"):
+        higher.get_diff_optim(O.SGD(net.parameters(), lr=0.1), net.parameters()).step(torch.ones(()))
+    inner = bda.BDAInnerOptimizer(net.parameters(), lr=0.1, rule=bda.FISTA)
+    with pytest.raises(ValueError, match="unroll"):
+        stepped(net, inner, 1)
+
+
+def test_step_hooks_run(diffopt: Any) -> None:
+    (x, y), calls = data(), []
+    diffopt.register_step_pre_hook(lambda *_: calls.append("pre"))
+    diffopt.register_step_post_hook(lambda *_: calls.append("post"))
+    diffopt.step(F.mse_loss(diffopt._fmodel(x), y))
+    assert calls == ["pre", "post"]
+    diffopt._fmodel.init_fast_params[0].grad = torch.ones(5, 4)
+    diffopt.zero_grad()
+
+
+def test_higher_is_not_imported() -> None:
+    code = "import sys, bda_optim.compat.higher as h; assert 'higher' not in sys.modules and h.optim.DifferentiableAdam"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from bda_optim.compat.higher.patch import make_functional
+    assert make_functional is higher.make_functional

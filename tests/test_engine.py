@@ -1,0 +1,333 @@
+"""The compiled engine. Most tests trace, and run the traced graph as it is: compiling it takes some twenty seconds."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bda_optim as bda
+from bda_optim import _engine, _program
+
+EXACT = [
+    bda.Unroll(),
+    bda.Checkpointed(),
+    bda.Checkpointed(every=2),
+    bda.Checkpointed(slots=2),
+    bda.ForwardMode(),
+    bda.Truncated(last=100, within=bda.Checkpointed()),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_engines() -> Iterator[None]:
+    _engine._engines.clear()
+    yield
+    _engine._engines.clear()
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Run traced graphs without compiling them; the list counts how many were built."""
+    built: list[int] = []
+
+    def compile(graph: Any, inputs: Any, options: Any) -> Any:
+        built.append(len(graph.graph.nodes))
+        return graph
+
+    monkeypatch.setattr(_program.torch._inductor, "compile", compile)
+    return built
+
+
+def lower_ce(y: Tensor, x: Tensor, batch: Any) -> Tensor:
+    return 0.5 * y[0] ** 2 - x * y[0]
+
+
+def upper_ce(y: Tensor, x: Tensor, batch: Any) -> Tensor:
+    return 0.5 * (x - y[1]) ** 2 + 0.5 * (y[0] - 1) ** 2
+
+
+def counterexample(steps: int = 16, **options: Any) -> bda.Hypergradient:
+    settings = {"lr": 0.2, "upper_lr": 0.7, "alpha": bda.harmonic(0.5), **options}
+    y0, x = torch.tensor([2.0, 2.0], dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64)
+    return bda.hypergradient(lower_ce, upper_ce, y0, x, steps=steps, **settings)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.1), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layer(x).mean(1))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def conv() -> nn.Module:
+    block = (nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
+    return nn.Sequential(*block, nn.Flatten(), nn.Linear(36, 3))
+
+
+def dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 3))
+
+
+def weighted(net: Any, hyper: Tensor, batch: Any) -> Tensor:
+    return (torch.sigmoid(hyper) * F.cross_entropy(net(batch[0]), batch[1], reduction="none")).mean()
+
+
+def plain(net: Any, hyper: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(net(batch[0].flip(0)), batch[1])
+
+
+def module_problem(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], tasks: int | None = None, **options: Any
+) -> list[Tensor]:
+    """Return every gradient, the buffers and the trace of a rollout of a module."""
+    torch.manual_seed(0)
+    model, hyper = make().double(), torch.zeros(6, dtype=torch.float64, requires_grad=True)
+    front = () if tasks is None else (tasks,)
+    data = torch.randn(*front, 6, *shape, dtype=torch.float64), torch.randint(0, 3, (*front, 6))
+    run = {name: options.pop(name) for name in ("compile", "adjoint", "copy_initial_weights") if name in options}
+    settings = {"lr": 0.05, "upper_lr": 0.1, "alpha": bda.harmonic(0.5), **options}
+    inner = bda.BDAInnerOptimizer(model.parameters(), **settings)
+    torch.manual_seed(1)
+    fmodel = inner.unroll(
+        model, weighted, plain, hyper=hyper, steps=4, batches=[data] * 4, tasks=tasks,
+        **{"copy_initial_weights": False, **run},
+    )  # fmt: skip
+    assert fmodel.trace is not None and fmodel.trace.upper is not None
+    values = [fmodel.trace.lower, fmodel.trace.upper, *(b.double() for b in fmodel.buffer_dict.values())]
+    torch.manual_seed(2)
+    fmodel.losses(plain, hyper, data).sum().backward()
+    assert hyper.grad is not None
+    return [hyper.grad, *(p.grad for p in model.parameters() if p.grad is not None), *values]
+
+
+def close(got: list[Tensor], want: list[Tensor], tolerance: float = 1e-12) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("adjoint", EXACT, ids=str)
+def test_every_adjoint_gives_the_same(adjoint: Any, traced: list[int]) -> None:
+    want = counterexample()
+    got = counterexample(adjoint=adjoint, compile=True)
+    close([got.grad, got.value, got.params, got.trace.lower], [want.grad, want.value, want.params, want.trace.lower])
+    again = counterexample(adjoint=adjoint, compile=True)
+    assert torch.equal(again.params, got.params) and traced
+
+
+@pytest.mark.parametrize("adjoint", [bda.FirstOrder(), bda.Truncated(last=5)], ids=str)
+def test_biased_adjoints_are_as_biased(adjoint: Any, traced: list[int]) -> None:
+    close([counterexample(adjoint=adjoint, compile=True).grad], [counterexample(adjoint=adjoint).grad])
+
+
+@pytest.mark.parametrize("mode", ["reverse", "mixed"])
+@pytest.mark.parametrize(
+    ("make", "shape", "options"),
+    [
+        pytest.param(mlp, (4,), {}, id="mlp"),
+        pytest.param(mlp, (4,), {"rule": torch.optim.Adam}, id="adam"),
+        pytest.param(mlp, (4,), {"rule": bda.FISTA, "prox": bda.prox.l1(0.01)}, id="fista"),
+        pytest.param(mlp, (4,), {"prox": bda.prox.group_lasso(0.01), "tasks": 3}, id="tasks-prox"),
+        pytest.param(mlp, (4,), {"rule": torch.optim.Adafactor, "tasks": 3}, id="tasks-adafactor"),
+        pytest.param(conv, (1, 6, 6), {"tasks": 2}, id="tasks-conv"),
+    ],
+)
+def test_modules(make: Any, shape: Any, options: Any, mode: str, traced: list[int]) -> None:
+    want = module_problem(make, shape, **options)
+    close(module_problem(make, shape, compile=mode, **options), want)
+    assert len(traced) >= 2
+
+
+@pytest.mark.parametrize("make", [dropout, Encoder])
+def test_random_steps_draw_the_same_numbers_again(make: Any, traced: list[int]) -> None:
+    shape, adjoint = ((4,), bda.Checkpointed(every=2)) if make is dropout else ((5, 8), bda.Unroll())
+    want = module_problem(make, shape, adjoint=adjoint)
+    close(module_problem(make, shape, adjoint=adjoint, compile=True), want)
+    _engine._engines.clear()
+    with pytest.warns(UserWarning, match="draws random numbers"):
+        close(module_problem(make, shape, adjoint=adjoint, compile="mixed"), want)
+
+
+def test_learnable_settings(traced: list[int]) -> None:
+    def run(compile: bool) -> list[Tensor]:
+        lr, c, alpha = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (0.2, 0.4, 0.3))
+        y0 = torch.tensor([2.0, 2.0], dtype=torch.float64, requires_grad=True)
+        found = []
+        for chosen in (bda.harmonic(c), alpha):
+            y = bda.rollout(lower_ce, upper_ce, y0, torch.ones(()), steps=7, lr=lr, alpha=chosen, compile=compile)
+            found += torch.autograd.grad(
+                upper_ce(y, torch.ones(()), None), [y0, lr, c if chosen is not alpha else alpha]
+            )
+        return found
+
+    close(run(True), run(False))
+
+
+def test_changing_numbers_or_steps_compiles_nothing_new(traced: list[int]) -> None:
+    counterexample(20, compile=True)
+    before = len(traced)
+    for options in ({"lr": 0.1}, {"alpha": bda.harmonic(0.3)}, {"alpha": bda.constant(0.2)}, {"steps": 40}):
+        got = counterexample(**{"steps": 20, **options}, compile=True)
+        close([got.grad], [counterexample(**{"steps": 20, **options}).grad])
+    assert len(traced) == before
+    counterexample(20, alpha=0.0, compile=True)  # another program: the upper loss is absent
+    assert len(traced) > before
+
+
+def test_functions_made_anew_and_other_data_compile_nothing_new(traced: list[int]) -> None:
+    counts = []
+    for value in (1.0, 2.0, 3.0):
+        target = torch.full((3,), value, dtype=torch.float64)
+        lower = lambda y, x, b: ((y - x * target) ** 2).sum()  # noqa: B023, E731
+        upper = lambda y, x, b: (y**2).sum()  # noqa: E731
+        args = (lower, upper, torch.zeros(3, dtype=torch.float64), torch.ones((), dtype=torch.float64))
+        got = bda.hypergradient(*args, steps=4, lr=0.1, compile=True)
+        close([got.grad], [bda.hypergradient(*args, steps=4, lr=0.1).grad])
+        counts.append(len(traced))
+    assert counts[0] == counts[-1]
+
+
+def test_another_flag_or_number_in_a_closure_is_another_problem(traced: list[int]) -> None:
+    for power in (2, 4):
+        lower = lambda y, x, b: ((y - x) ** power).sum()  # noqa: B023, E731
+        args = (
+            lower,
+            lambda y, x, b: y.sum(),
+            torch.zeros(3, dtype=torch.float64),
+            torch.ones((), dtype=torch.float64),
+        )
+        close(
+            [bda.hypergradient(*args, steps=4, lr=0.1, compile=True).grad],
+            [bda.hypergradient(*args, steps=4, lr=0.1).grad],
+        )
+
+
+def test_training_mode_is_part_of_the_problem(traced: list[int]) -> None:
+    model = conv().double()
+    data = torch.randn(6, 1, 6, 6, dtype=torch.float64), torch.randint(0, 3, (6,))
+    inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.05)
+    for mode in (True, False):
+        model.train(mode)
+        found = []
+        for compile in (False, True):
+            hyper = torch.zeros(6, dtype=torch.float64, requires_grad=True)
+            fmodel = inner.unroll(model, weighted, hyper=hyper, steps=3, batches=[data] * 3, compile=compile)
+            found.append(torch.autograd.grad(plain(fmodel, hyper, data), hyper)[0])
+        close(found[1:], found[:1])
+
+
+def test_what_cannot_be_traced_runs_uncompiled_with_one_warning(traced: list[int]) -> None:
+    def lower(y: Tensor, x: Tensor, batch: Any) -> Tensor:
+        return ((y - x) ** 2).sum() * (2.0 if y.sum().item() > 0 else 1.0)
+
+    args = (lower, lambda y, x, b: y.sum(), torch.zeros(3, dtype=torch.float64), torch.ones((), dtype=torch.float64))
+    want = bda.hypergradient(*args, steps=4, lr=0.1)
+    with pytest.warns(UserWarning, match=r"compile=True: the step could not be compiled .*runs uncompiled") as caught:
+        got = bda.hypergradient(*args, steps=4, lr=0.1, compile=True)
+        bda.hypergradient(*args, steps=4, lr=0.1, compile=True)
+    close([got.grad], [want.grad])
+    assert len(caught) == 1
+
+
+def test_wrong_numbers_are_noticed(traced: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(graph: Any, inputs: Any, options: Any) -> Any:
+        return lambda *flat: [t * 1.001 for t in graph(*flat)]
+
+    monkeypatch.setattr(_program.torch._inductor, "compile", wrong)
+    with pytest.warns(UserWarning, match="gives other numbers"):
+        got = counterexample(compile=True)
+    close([got.grad], [counterexample().grad])
+
+
+def test_agreement_is_relative_to_each_tensor_and_forgives_noise() -> None:
+    big, tiny = torch.ones(3, dtype=torch.float64), torch.full((3,), 1e-17, dtype=torch.float64)
+    assert _program.agree([big, -tiny], [big, tiny])
+    assert not _program.agree([big * (1 + 1e-6)], [big])
+    assert not _program.agree([torch.full((3,), torch.nan)], [torch.ones(3)])
+
+
+def test_many_layouts_end_in_uncompiled_steps(traced: list[int]) -> None:
+    batches = [torch.randn(n, dtype=torch.float64) for n in range(1, 20)]
+    lower = lambda y, x, b: ((y - x) ** 2).sum() + (b * y[0]).mean()  # noqa: E731
+    args = (lower, lambda y, x, b: y.sum(), torch.zeros(3, dtype=torch.float64), torch.ones((), dtype=torch.float64))
+    with pytest.warns(UserWarning, match="layouts of batches"):
+        got = bda.hypergradient(*args, steps=19, lr=0.1, batches=batches, compile=True)
+    close([got.grad], [bda.hypergradient(*args, steps=19, lr=0.1, batches=batches).grad])
+
+
+def test_a_captured_tensor_that_requires_grad_is_refused(traced: list[int]) -> None:
+    captured = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    lower = lambda y, x, b: ((y - x * captured) ** 2).sum()  # noqa: E731
+    args = (lower, lambda y, x, b: y.sum(), torch.zeros(3, dtype=torch.float64), torch.ones((), dtype=torch.float64))
+    for adjoint in (bda.Unroll(), bda.ForwardMode()):
+        with pytest.raises(ValueError, match="neither in `hyper=`"):
+            bda.hypergradient(*args, steps=4, lr=0.1, adjoint=adjoint, compile=True)
+
+
+def test_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match='"reverse" or "mixed"; got \'fast\''):
+        counterexample(compile="fast")
+
+
+def test_second_derivative_of_a_compiled_hypergradient(traced: list[int]) -> None:
+    found = []
+    for compile in (False, True):
+        x = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+        y0 = torch.tensor([2.0, 2.0], dtype=torch.float64)
+        y = bda.rollout(lambda y, x, b: (y**4).sum() - x**2 * y.sum(), None, y0, x, steps=6, lr=0.01, compile=compile)
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(grad, x)[0])
+    close(found[1:], found[:1])
+
+
+def test_no_grad_and_meta(traced: list[int]) -> None:
+    with torch.no_grad():
+        want = bda.rollout(lower_ce, upper_ce, torch.ones(2), torch.ones(()), steps=9, lr=0.1, alpha=0.3)
+        got = bda.rollout(lower_ce, upper_ce, torch.ones(2), torch.ones(()), steps=9, lr=0.1, alpha=0.3, compile=True)
+    assert not got.requires_grad and torch.allclose(got, want)
+    y0, x = torch.ones(2, device="meta"), torch.ones((), device="meta")
+    assert bda.rollout(lower_ce, None, y0, x, steps=3, lr=0.1, compile=True).is_meta
+
+
+def test_commit_after_a_compiled_rollout_keeps_plain_counts(traced: list[int]) -> None:
+    model = mlp().double()
+    inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.01, rule=torch.optim.Adam)
+    data = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
+    hyper = torch.zeros(6, dtype=torch.float64)
+    inner.commit(inner.unroll(model, weighted, hyper=hyper, steps=3, batches=[data] * 3, compile=True))
+    assert inner.state[model[0].weight]["step"] == 3 and type(inner.state[model[0].weight]["step"]) is int
+
+
+def test_engines_go_with_their_loss(traced: list[int]) -> None:
+    def problem() -> weakref.ref[Any]:
+        scope: dict[str, Any] = {}
+        exec("def lower(y, x, b):\n    return ((y - x) ** 2).sum()", scope)
+        args = (scope["lower"], upper_ce, torch.zeros(2, dtype=torch.float64), torch.ones((), dtype=torch.float64))
+        bda.hypergradient(*args, steps=3, lr=0.1, compile=True)
+        return weakref.ref(next(iter(_engine._engines[scope["lower"].__code__].values())))
+
+    engine = problem()
+    gc.collect()
+    assert engine() is None and not len(_engine._engines)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_really_compiled() -> None:
+    """The whole way once, with the compiler: a module, both levels, Adam."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="compile=True")
+        got = module_problem(lambda: nn.Linear(4, 3), (4,), rule=torch.optim.Adam, compile="reverse")
+    close(got, module_problem(lambda: nn.Linear(4, 3), (4,), rule=torch.optim.Adam))
