@@ -1,8 +1,8 @@
 """Adjoints: how the backward pass of a rollout is obtained.
 
-Each one is called ``adjoint(step, state, hyper, items)`` and runs ``step(state, hyper, item)`` for each item. It returns the
-last state, differentiable as its docstring says, and the list of records. An adjoint knows the step only as a
-function, the state as a tree of tensors and numbers, and `hyper` as a tuple of tensors.
+Each one is called ``adjoint(step, state, hyper, items)`` and runs ``step(state, hyper, item)`` for each item. It
+returns the last state, differentiable as its docstring says, and the list of records. An adjoint knows the step only
+as a function, the state as a tree of tensors and numbers, and `hyper` as a tuple of tensors.
 
 | adjoint | hypergradient | steps evaluated | memory | choose it |
 |---|---|---|---|---|

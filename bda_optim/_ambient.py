@@ -15,8 +15,8 @@ from torch.utils import checkpoint as torch_checkpoint
 from ._tree import is_differentiable
 
 _NO_HOOKS = (
-    "the module uses torch.utils.checkpoint (or saved-tensor hooks) inside an inner step, whose recomputation would see "
-    "the parameters of another step. Switch it off in the module and let `adjoint=Checkpointed()` save the memory."
+    "the module uses torch.utils.checkpoint (or saved-tensor hooks) inside an inner step, whose recomputation would "
+    "see the parameters of another step. Switch it off in the module and let `adjoint=Checkpointed()` save the memory."
 )
 
 
@@ -148,9 +148,10 @@ class Ambient:
             self.set_rng(outside)
         if self._strays and not self._strays[0].is_meta and bool(torch.stack(self._strays).any()):
             raise RuntimeError(
-                "a replayed step gave another result than the first time, so the hypergradient would be wrong; the loss "
-                "or the batches depend on something that is not restored (a torch.Generator, `random`, numpy, a counter, "
-                "a data set that shuffles). Draw such numbers beforehand and pass them in `batches=`, or use `Unroll()`."
+                "a replayed step gave another result than the first time, so the hypergradient would be wrong; the "
+                "loss or the batches depend on something that is not restored (a torch.Generator, `random`, numpy, a "
+                "counter, a data set that shuffles). Draw such numbers beforehand and pass them in `batches=`, or use "
+                "`Unroll()`."
             )
 
     def compare(self, replayed: Sequence[Tensor], stored: Sequence[Tensor]) -> None:

@@ -1,7 +1,7 @@
 r"""The adjoint of one step in mixed mode: forward over reverse, instead of reverse over reverse.
 
-Let ``y+ = U(y, x, g)`` with ``g = grad_y f(y, x)``. The pull-back of a cotangent v needs the second derivatives of f only
-through ``w = (dU/dg)^T v``, as the products
+Let ``y+ = U(y, x, g)`` with ``g = grad_y f(y, x)``. The pull-back of a cotangent v needs the second derivatives of f
+only through ``w = (dU/dg)^T v``, as the products
 
 .. math:: \nabla_{yy}^2 f \, w, \qquad \nabla_{xy}^2 f \, w,
 

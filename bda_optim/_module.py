@@ -84,8 +84,8 @@ class FunctionalModule(nn.Module):
             for tensor in tensors((args, kwargs)):
                 if tensor.dim() == 0 or tensor.shape[0] != self._tasks:
                     raise ValueError(
-                        f"every tensor given to a module with tasks={self._tasks} has a leading dimension of that size; "
-                        f"got shape {tuple(tensor.shape)}. Stack the tasks' inputs."
+                        f"every tensor given to a module with tasks={self._tasks} has a leading dimension of that "
+                        f"size; got shape {tuple(tensor.shape)}. Stack the tasks' inputs."
                     )
 
             def one(state: InnerState, args: Any, kwargs: Any) -> Any:

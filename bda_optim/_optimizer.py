@@ -46,7 +46,7 @@ class BDAInnerOptimizer(Optimizer):
             0.0 is plain unrolling (RHG): the upper loss is then not even evaluated.
         prox: A proximal map of `bda_optim.prox`, for a nonsmooth term of the lower level. Its step is `lr`; under
             momentum or Adam that is a heuristic.
-        rule: None for SGD, a class of torch.optim, `FISTA`, or a torchopt transformation such as ``torchopt.adam(0.1)``;
+        rule: None for SGD, a class of torch.optim, `FISTA`, or a torchopt transformation, as ``torchopt.adam(0.1)``;
             the last has its own rate, so that `lr` is left out.
         **settings: The rule's own: for SGD `momentum`, `dampening`, `weight_decay`, `nesterov`, `maximize`; for others
             what their class takes (the `alpha` of RMSprop and ASGD is called `rule_alpha`).
@@ -105,9 +105,9 @@ class BDAInnerOptimizer(Optimizer):
     ) -> FunctionalModule:
         """Run K inner steps on `model` and return it with y_K inside, differentiable as the adjoint decides.
 
-        Losses are called ``loss(net, hyper, batch)``; `net` is the module with y_k inside. Parameters of the module that
-        this optimizer does not own are upper variables by themselves. The module, this optimizer and every `.grad` stay
-        as they are.
+        Losses are called ``loss(net, hyper, batch)``; `net` is the module with y_k inside. Parameters of the module
+        that this optimizer does not own are upper variables by themselves. The module, this optimizer and every
+        `.grad` stay as they are.
 
         Args:
             model: The module.
@@ -206,7 +206,7 @@ class BDAInnerOptimizer(Optimizer):
         return value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state_dict; a built-in schedule is written as a name and numbers, callables and prox left out."""
+        """Return torch's state_dict, with a schedule as a name and numbers, and without callables and prox."""
         packed: dict[str, Any] = super().state_dict()
         packed["rule"] = self.rule.name
         for group in packed["param_groups"]:
@@ -284,7 +284,8 @@ class BDAInnerOptimizer(Optimizer):
             if whole is not None:
                 memory = whole
             elif isinstance(memory, tuple) and len(memory) == len(mine):
-                memory = tuple(self.state.get(p) or m for p, m in zip(mine, memory, strict=True))
+                # A setting switched on since (momentum, say) adds to what is remembered.
+                memory = tuple({**new, **self.state.get(p, {})} for p, new in zip(mine, memory, strict=True))
             found.append(map_tensors(lambda t: t.detach().clone(), memory))
         return tuple(found)
 
@@ -333,8 +334,8 @@ class BDAInnerOptimizer(Optimizer):
             return lower, gradients(value[1], params, "upper", k, create_graph=False) if aggregates else none
         if aggregates:
             raise ValueError(
-                "`alpha` is not 0, so a step needs both losses; got only the lower gradient. Pass a closure that returns "
-                "(lower, upper) and does not call `backward()`."
+                "`alpha` is not 0, so a step needs both losses; got only the lower gradient. Pass a closure that "
+                "returns (lower, upper) and does not call `backward()`."
             )
         return [p.grad for p in params], none
 
@@ -348,8 +349,8 @@ def refuse_extrapolation(update: Update, state: InnerState, where: str) -> None:
     points = update.points(state, update.settings(()))
     if any(point is not p for point, p in zip(points, state.params, strict=True)):
         raise ValueError(
-            f"the rule {update.rule.name} takes its gradients at an extrapolated point, which `{where}` cannot evaluate. "
-            "Use `unroll`, which calls the losses itself."
+            f"the rule {update.rule.name} takes its gradients at an extrapolated point, which `{where}` cannot "
+            "evaluate. Use `unroll`, which calls the losses itself."
         )
 
 

@@ -16,8 +16,8 @@ def check_ambient() -> None:
     """Refuse to run where no gradient can be had."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
-            "an inner loop takes gradients, which `torch.inference_mode()` rules out. Use `torch.no_grad()` instead: the "
-            "loop then adapts the parameters and keeps no graph."
+            "an inner loop takes gradients, which `torch.inference_mode()` rules out. Use `torch.no_grad()` instead: "
+            "the loop then adapts the parameters and keeps no graph."
         )
 
 
@@ -94,8 +94,8 @@ class Items(Sequence[Item]):
             return Item(number + 1, self._known[id(batch)])
         if any(t.requires_grad for t in tensors(batch)):
             raise ValueError(
-                f"gradients flow only into batches that are given as a list or tuple; got {type(self._batches).__name__} "
-                f"whose batch {number} requires grad. Pass `list(batches)`."
+                f"gradients flow only into batches that are given as a list or tuple; got "
+                f"{type(self._batches).__name__} whose batch {number} requires grad. Pass `list(batches)`."
             )
         return Item(number + 1, self._prepared(batch, number))
 
@@ -111,8 +111,8 @@ class Items(Sequence[Item]):
 def _check_task_dimension(tensor: Tensor, tasks: int, name: str) -> None:
     if tensor.dim() == 0 or tensor.shape[0] != tasks:
         raise ValueError(
-            f"with tasks={tasks} every tensor of a batch has a leading dimension of that size; got {name} with a tensor "
-            f"of shape {tuple(tensor.shape)}. Stack the tasks' tensors."
+            f"with tasks={tasks} every tensor of a batch has a leading dimension of that size; got {name} with a "
+            f"tensor of shape {tuple(tensor.shape)}. Stack the tasks' tensors."
         )
 
 

@@ -38,7 +38,7 @@ def _repetitions(steps: int, slots: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def split(steps: int, slots: int) -> int:
-    """Return after how many of `steps` the next state is stored, so that the work is ``reevaluations(steps, slots)``."""
+    """Return after how many of `steps` the next state is stored: then the work is ``reevaluations(steps, slots)``."""
     if slots == 1:
         return steps - 1
     r = _repetitions(steps, slots)
@@ -327,8 +327,8 @@ def refuse_captured(outputs: Sequence[Tensor], inputs: Sequence[Tensor], ends: S
         if id(leaf) not in known:
             raise ValueError(
                 "a loss uses a tensor that requires grad but is neither in `hyper=` nor in `batches=`; got one of "
-                f"{describe(leaf)}. Its gradient would be lost: pass it in `hyper=` and take it from the loss function's "
-                "second argument, detach it, or use `adjoint=Unroll()`."
+                f"{describe(leaf)}. Its gradient would be lost: pass it in `hyper=` and take it from the loss "
+                "function's second argument, detach it, or use `adjoint=Unroll()`."
             )
 
 

@@ -41,7 +41,7 @@ class Hypergradient(NamedTuple):
 
     Attributes:
         value: F(x, y_K); with tasks=B the B values.
-        grad: dF/dx (of the sum over tasks) in the same tree as `hyper`; a module becomes a dict of its parameters' names.
+        grad: dF/dx (of the sum over tasks) in the same tree as `hyper`; a module becomes a dict of names.
         params: y_K, detached; with tasks=B the task dimension is in front.
         trace: The losses on the way.
     """
@@ -206,8 +206,8 @@ def hypergradient(
 
     .. math:: \frac{d\varphi_K}{dx} = \partial_x F(x, y_K) + \Big(\frac{d y_K}{dx}\Big)^T \partial_y F(x, y_K)
 
-    Nothing is written to any `.grad`. A tensor of `hyper` that is also `params` itself stands for y_0. The arguments are
-    those of `rollout`, and `upper_batch`, which the last evaluation of `upper` is given.
+    Nothing is written to any `.grad`. A tensor of `hyper` that is also `params` itself stands for y_0. The arguments
+    are those of `rollout`, and `upper_batch`, which the last evaluation of `upper` is given.
 
     Returns:
         A `Hypergradient` with `value`, `grad`, `params` and `trace`.

@@ -37,7 +37,8 @@ def check_group(rule: Rule, settings: Mapping[str, Any], params: Sequence[Tensor
         elif isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(
                 f"`{name}` must be a tensor with one element, or a list with one tensor per parameter; got a tensor of "
-                f"shape {tuple(value.shape)}. Write `{name}=[torch.full_like(p, 0.1) for p in params]` for rates per element."
+                f"shape {tuple(value.shape)}. Write "
+                f"`{name}=[torch.full_like(p, 0.1) for p in params]` for a rate per element."
             )
     rule.validate({name: settings[name] for name in rule.defaults})
     upper_lr, alpha, prox = settings["upper_lr"], settings["alpha"], settings["prox"]
@@ -54,8 +55,8 @@ def check_group(rule: Rule, settings: Mapping[str, Any], params: Sequence[Tensor
         )
     if prox is not None and isinstance(settings["lr"], list) and not getattr(prox, "separable", False):
         raise ValueError(
-            f"a prox that couples the elements has no meaning with one rate per element; got {prox!r} and a list as `lr`. "
-            "Use one rate per group, or a separable prox such as `prox.l1`."
+            f"a prox that couples the elements has no meaning with one rate per element; got {prox!r} and a list as "
+            "`lr`. Use one rate per group, or a separable prox such as `prox.l1`."
         )
 
 

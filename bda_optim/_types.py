@@ -18,7 +18,7 @@ RuleState: TypeAlias = dict[str, Any]
 
 
 class Move(NamedTuple):
-    """A displacement ``D = scale * direction``, kept apart so that a plain step is ``torch.add(y, direction, -scale)``."""
+    """A displacement ``D = scale * direction``, kept apart: a plain step is ``torch.add(y, direction, -scale)``."""
 
     direction: Tensor
     scale: Scalar

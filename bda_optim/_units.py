@@ -91,7 +91,7 @@ class Form:
 
 
 def with_tensor_counts(state: Any, shape: tuple[int, ...] = ()) -> Any:
-    """Turn the plain numbers of a rule's state (Adam's step) into tensors of a shape, and lay all tensors out densely."""
+    """Turn the plain numbers of a rule's state (Adam's step) into tensors of a shape, and lay all out densely."""
     device = tensors(state)[0].device
 
     def leaf(value: Any) -> Any:

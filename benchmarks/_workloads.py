@@ -1,8 +1,8 @@
 """The problems, and the contestants that differentiate them.
 
-A workload is a module, two losses and upper variables. The losses are those of a user: the lower one weights examples by
-`sigmoid(hyper)`, or has no `hyper`, and then the initial weights are the upper variables, as in MAML. Contestants are
-functions that take a workload and return ``run(steps)``, which gives the hypergradient as a list of tensors.
+A workload is a module, two losses and upper variables. The lower loss weights examples by `sigmoid(hyper)`, or has no
+`hyper`, and then the initial weights are the upper variables, as in MAML. Contestants are functions that take a workload
+and return ``run(steps)``, which gives the hypergradient as a list of tensors.
 """
 
 from __future__ import annotations
@@ -76,11 +76,10 @@ def mlp(dtype: torch.dtype = torch.float32, *, smoke: bool = False, alpha: Any =
     """Reweight the examples of an MLP 64-256-256-10 with batches of 64, K = 50."""
     width = 16 if smoke else 256
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
-    )  # fmt: skip
+    model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
     data = _labelled((64, 64), 10), _labelled((64, 64), 10)
-    return _reweighting(model, *data, torch.randn(64), dtype, steps=5 if smoke else 50, lr=0.1, alpha=alpha, jax=_jax_mlp)
+    steps = 5 if smoke else 50
+    return _reweighting(model, *data, torch.randn(64), dtype, steps=steps, lr=0.1, alpha=alpha, jax=jax_mlp)
 
 
 def softmax(dtype: torch.dtype = torch.float32, *, smoke: bool = False) -> Workload:
@@ -89,7 +88,14 @@ def softmax(dtype: torch.dtype = torch.float32, *, smoke: bool = False) -> Workl
     torch.manual_seed(0)
     model = nn.Linear(pixels, 10)
     data = _labelled((count, pixels), 10), _labelled((count, pixels), 10)
-    return _reweighting(model, *data, torch.randn(count), dtype, steps=5 if smoke else 20, lr=0.1, jax=_jax_linear)
+    return _reweighting(model, *data, torch.randn(count), dtype, steps=5 if smoke else 20, lr=0.1, jax=jax_linear)
+
+
+def head(dtype: torch.dtype = torch.float32, *, smoke: bool = False) -> Workload:
+    """Reweight the 25 examples of a softmax-regression head with 64 features and 5 classes; for very long K."""
+    torch.manual_seed(0)
+    data = _labelled((25, 64), 5), _labelled((25, 64), 5)
+    return _reweighting(nn.Linear(64, 5), *data, torch.randn(25), dtype, steps=100_000, lr=0.1, jax=jax_linear)
 
 
 def conv(dtype: torch.dtype = torch.float32, *, smoke: bool = False, filters: int = 32) -> Workload:
@@ -218,11 +224,11 @@ def _jax_losses(forward: Callable[..., Any], train: Any, test: Any) -> Any:
     return lower, upper
 
 
-def _jax_linear(p: Any, x: Any) -> Any:
+def jax_linear(p: Any, x: Any) -> Any:
     return x @ p["weight"].T + p["bias"]
 
 
-def _jax_mlp(p: Any, x: Any) -> Any:
+def jax_mlp(p: Any, x: Any) -> Any:
     import jax
 
     for i in (0, 2):
@@ -299,6 +305,8 @@ def ours(adjoint: Any = None, *, compile: bool | str = False) -> Callable[[Workl
                 copy_initial_weights=work.hyper is not None,
             )
             loss = work.upper(fmodel, work.hyper, None)
+            if not loss.requires_grad:  # `FirstOrder`, where hyper acts through the lower loss only
+                return [torch.zeros_like(v) for v in work.variables]
             return list(torch.autograd.grad(loss, work.variables, materialize_grads=True))
 
         return run

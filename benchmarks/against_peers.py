@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(_common.headline())
     for result in results:
         print("\n" + result.pop("table"))
-    print("\n" + _common.show_verdicts([v for r in results for v in r["verdicts"]]))
+    print("\n" + _common.show_verdicts([v for r in results for v in r["verdicts"]], smoke=args.smoke))
     _common.save(args.out, "against_peers", {"workloads": results}, functools.partial(draw, results))
     return 0 if all(r["agree"] for r in results) else 1
 

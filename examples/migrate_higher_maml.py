@@ -83,7 +83,7 @@ def difference(dtype: torch.dtype) -> float:
     """Return the largest difference of the losses and weights of both libraries."""
     results = [maml(library, dtype, sgd) for library in (higher, compat)]
     for name, (losses, _) in zip(("higher", "bda_optim.compat.higher"), results, strict=True):
-        print(f"{name:24} {str(dtype):14} query loss {losses[0]:.6f} -> {losses[-1]:.6f}")
+        print(f"{name:24} {dtype!s:14} query loss {losses[0]:.6f} -> {losses[-1]:.6f}")
     pairs = [*zip(*(weights for _, weights in results), strict=True)]
     pairs += [(torch.tensor(a), torch.tensor(b)) for a, b in zip(*(losses for losses, _ in results), strict=True)]
     return max(float((a - b).abs().max()) for a, b in pairs)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import pickle
-import subprocess
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -609,6 +608,22 @@ def test_trainable_settings_and_back() -> None:
             higher.apply_trainable_opt_params(adam, wrong)
 
 
+@pytest.mark.parametrize("cls", [*(k for k in higher.optim._CLASSES if k is not bda.BDAInnerOptimizer)])
+def test_all_trainable_settings_together(cls: Any) -> None:
+    net, (x, y) = linear(), data()
+    settings = {O.SGD: {"lr": 0.1, "momentum": 0.9, "nesterov": True}, O.Adafactor: {"eps": (1e-8, 1e-3)}}.get(cls, {})
+    opt = cls(net.parameters(), **settings)
+    override = higher.get_trainable_opt_params(opt)
+    plain, _ = stepped(net, opt, 3)
+    fnet, _ = stepped(net, opt, 3, override=override)
+    for p, q in zip(fnet.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
+    F.mse_loss(fnet(x), -y).backward()
+    assert override["lr"][0].grad is not None
+    higher.apply_trainable_opt_params(opt, override)
+    assert opt.param_groups[0]["lr"] == pytest.approx(cls(net.parameters(), **settings).param_groups[0]["lr"])
+
+
 def test_an_optimizer_of_the_users() -> None:
     class SignSGD(O.SGD):
         pass
@@ -751,14 +766,52 @@ def test_step_hooks_run(diffopt: Any) -> None:
     diffopt.register_step_post_hook(lambda *_: calls.append("post"))
     diffopt.step(F.mse_loss(diffopt._fmodel(x), y))
     assert calls == ["pre", "post"]
+    diffopt.register_step_pre_hook(lambda *_: ((), {}))
+    with pytest.raises(ValueError, match="override"):
+        diffopt.step(F.mse_loss(diffopt._fmodel(x), y))
     diffopt._fmodel.init_fast_params[0].grad = torch.ones(5, 4)
     diffopt.zero_grad()
 
 
-def test_higher_is_not_imported() -> None:
-    code = "import sys, bda_optim.compat.higher as h; assert 'higher' not in sys.modules and h.optim.DifferentiableAdam"
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        from bda_optim.compat.higher.patch import make_functional
-    assert make_functional is higher.make_functional
+def test_higher_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = higher.__name__
+    for name in [name for name in sys.modules if name == package or name.startswith(package + ".")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys.modules[package.rpartition(".")[0]], "higher", None)
+    monkeypatch.setitem(sys.modules, "higher", None)  # importing it would raise
+    fresh = importlib.import_module(package + ".patch")
+    assert fresh.make_functional is not higher.make_functional
+
+
+def test_an_error_leaves_nothing_behind() -> None:
+    net, (x, y) = linear(), data()
+    inner = bda.BDAInnerOptimizer(net.parameters(), lr=0.1, alpha=0.5)
+    results = []
+    for fails in (False, True):
+        fnet = higher.monkeypatch(net)
+        diffopt = higher.get_diff_optim(inner, net.parameters(), fmodel=fnet)
+        lower, upper = F.mse_loss(fnet(x), y), F.mse_loss(fnet(x), -y)
+        if fails:
+            for settings in ({}, {"upper_loss": upper.expand(2)}, {"upper_loss": upper, "override": {"lr": [-1.0]}}):
+                with pytest.raises(ValueError, match=r"upper|at least 0"):
+                    diffopt.step(lower, **settings)
+        results.append(diffopt.step(lower, upper_loss=upper))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wrap", ["parallel", "traced", "spectral", "orthogonal"])
+def test_unusual_modules(wrap: str) -> None:
+    x, y = data()
+    net = linear()
+    if wrap == "spectral":
+        nn.utils.parametrizations.spectral_norm(net[0])
+    if wrap == "orthogonal":
+        nn.utils.parametrizations.orthogonal(net[0])
+    shown: Any = {"parallel": nn.DataParallel, "traced": torch.fx.symbolic_trace}.get(wrap, lambda n: n)(net)
+    opt = O.SGD(shown.parameters(), lr=0.1)
+    with higher.innerloop_ctx(shown, opt, copy_initial_weights=False) as (fnet, diffopt):
+        for _ in range(2):
+            diffopt.step(F.mse_loss(fnet(x), y))
+        F.mse_loss(fnet(x), y).backward()
+    assert all(p.grad is not None for p in net.parameters())
+    torch.testing.assert_close(copy.deepcopy(fnet).eval()(x), fnet.eval()(x))

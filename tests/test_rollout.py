@@ -464,7 +464,9 @@ class Counted:
         return self.loss(y, x)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0, bda.constant(0.0), lambda k: 0.0], ids=["float", "int", "schedule", "function"])
+@pytest.mark.parametrize(
+    "alpha", [0.0, 0, bda.constant(0.0), lambda k: 0.0], ids=["float", "int", "schedule", "function"]
+)
 @exact
 def test_upper_is_not_called_in_the_loop(alpha: Any, adjoint: Any) -> None:
     big_f = Counted(upper)

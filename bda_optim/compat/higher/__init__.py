@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bda_optim._plan import check_ambient
@@ -100,15 +100,23 @@ def innerloop_ctx(
         model, device, copy_initial_weights=copy_initial_weights, track_higher_grads=track_higher_grads,
         keep_history=keep_history,
     )  # fmt: skip
+    more = {"first_order": True} if first_order else {}  # a class of the user's may not know of it
     diffopt = get_diff_optim(
         opt, model.parameters(), fmodel=fmodel, device=device, override=override,
-        track_higher_grads=track_higher_grads, first_order=first_order,
+        track_higher_grads=track_higher_grads, **more,
     )  # fmt: skip
     yield fmodel, diffopt
-    finite = [torch.isfinite(p.detach()).all() for p in fmodel.parameters() if not p.is_meta]
-    if finite and not all(finite):
+    if not _finite(list(fmodel.parameters())):
         warnings.warn(
             "the inner loop diverged: its last weights are not finite. Lower `lr`, or look for log(0) in the loss.",
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+@torch.no_grad()
+def _finite(weights: list[Tensor]) -> bool:
+    """Whether all weights are finite: one look at the largest of each."""
+    seen = [p for p in weights if p.numel() and not p.is_meta and (p.is_floating_point() or p.is_complex())]
+    largest = [torch.linalg.vector_norm(p, torch.inf).to(seen[0].device) for p in seen]
+    return not largest or bool(torch.isfinite(torch.stack(largest)).all())

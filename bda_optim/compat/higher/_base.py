@@ -111,12 +111,15 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
         """
         check_ambient()
         for hook in self._optimizer_step_pre_hooks.values():
-            hook(self, (loss,), {})
+            if hook(self, (loss,), {}) is not None:
+                raise ValueError(
+                    "a hook cannot change the arguments of a step. Change them in the call, or use `override`."
+                )
         if override is not None:
             self._apply_override(override)
         weights = self._weights(params)
+        self._demand(loss, upper_loss)
         self._collect(weights, loss, upper_loss)
-        self._demand()
         lower = list(self._sums.pop("lower"))
         upper = self._sums.pop("upper", None)
         self._seen = []
@@ -169,21 +172,21 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
                 f"{type(self).__name__} has no use for `upper_loss`. Mix both levels with a "
                 "`bda_optim.BDAInnerOptimizer`."
             )
-        mixes = self._mixes()
+        mixes, found = self._mixes(), {}
         graph = self._track_higher_grads and not self._first_order
         if lower is not None:
-            found = self._gradients(lower, weights, "lower", graph=graph, retain=mixes)
-            self._sums["lower"] = _plus(self._sums.get("lower"), found)
+            found["lower"] = self._gradients(lower, weights, "lower", graph=graph, retain=mixes)
         if upper is not None and mixes:
-            found = self._gradients(upper, weights, "upper", graph=graph, retain=False)
-            self._sums["upper"] = _plus(self._sums.get("upper"), found)
+            found["upper"] = self._gradients(upper, weights, "upper", graph=graph, retain=False)
+        for level, grads in found.items():  # only now, so that a call that raised has left nothing behind
+            self._sums[level] = _plus(self._sums.get(level), grads)
         self._seen = weights
 
-    def _demand(self) -> None:
+    def _demand(self, lower: Tensor | None, upper: Tensor | None) -> None:
         """Raise where a gradient is missing for a step."""
-        if "lower" not in self._sums:
+        if lower is None and "lower" not in self._sums:
             raise ValueError("a step needs a loss; got none. Write `diffopt.step(loss)`, or `accumulate` before.")
-        if self._mixes() and "upper" not in self._sums:
+        if upper is None and self._mixes() and "upper" not in self._sums:
             raise ValueError(
                 f"`alpha` is not 0 at step k={self.k + 1}, so the step needs the upper loss too; got the lower one. "
                 "Write `diffopt.step(lower, upper_loss=upper)`, or set alpha=0.0."

@@ -53,6 +53,8 @@ class RuleOptimizer(DifferentiableOptimizer):
         """Return the names, in torch.optim's spelling, of the settings of an optimizer that have a derivative."""
         rule = opt.rule if cls.aggregates else cls.rule  # type: ignore[attr-defined]
         names = {name for name, value in rule.defaults.items() if name not in _FIXED and not isinstance(value, bool)}
+        if any(group.get("nesterov") for group in opt.param_groups):
+            names.discard("dampening")  # Nesterov's form wants it to be 0
         return names | {"alpha", "upper_lr"} if cls.aggregates else {cls._spelled(name) for name in names}
 
     @classmethod
@@ -78,8 +80,16 @@ class RuleOptimizer(DifferentiableOptimizer):
             learned = learned or any(isinstance(v, Tensor) and v.requires_grad for v in _listed(value))
             if isinstance(known[name], bool) and learned:
                 raise ValueError(f"`{name}` is a switch and cannot be learned; got a tensor. Pass True or False.")
+        before = [dict(group) for group in self.param_groups]
         super()._apply_override(override)
-        self._known = [None] * len(self.param_groups)  # check the new ones
+        try:
+            for group in self.param_groups:
+                settings = self._settings(group)
+                self.rule.validate({name: settings[name] for name in self.rule.defaults})
+        except (TypeError, ValueError):
+            self.param_groups[:] = before
+            raise
+        self._known = [None] * len(self.param_groups)  # complete the state for the new ones
 
     def _settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a group as the rule names them."""
@@ -88,7 +98,7 @@ class RuleOptimizer(DifferentiableOptimizer):
             if isinstance(value, Tensor):
                 if isinstance(self.rule.defaults[name], bool):
                     found[name] = bool(value)
-                elif name in _OFF_AT_0 and value.numel() == 1 and not value:
+                elif name in _OFF_AT_0 and not self.aggregates and value.numel() == 1 and not value:
                     found[name] = 0.0  # as in higher: what is 0 is off, and is not learned
         for name, default in AGGREGATION.items():
             found[name] = group.get(name, default) if self.aggregates else default
@@ -137,8 +147,8 @@ class RuleOptimizer(DifferentiableOptimizer):
         state = self.state[index]
         form = (len(live), *(isinstance(value, Tensor | list) or bool(value) for value in settings.values()))
         if self._known[index] != form:
-            self._known[index] = form
             check_group(self.rule, settings, params)
+            self._known[index] = form
             fresh = self.rule.init([p.detach() for p in params], settings)
             if not isinstance(fresh, tuple):
                 state.setdefault("group", fresh)

@@ -1,0 +1,29 @@
+"""Run all benchmarks, one after the other, each in a process of its own.
+
+``python -m benchmarks`` passes its options (``--smoke``, ``--rounds N``, ``--out FOLDER``) on.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from ._common import ROOT
+
+SCRIPTS = ("against_peers", "memory_vs_k", "tasks", "adjoints")
+
+
+def main(argv: list[str]) -> int:
+    """Return 0 if all went well."""
+    failed = []
+    for script in SCRIPTS:
+        print(f"\n== benchmarks.{script}", flush=True)
+        if subprocess.run([sys.executable, "-m", f"benchmarks.{script}", *argv], cwd=ROOT, check=False).returncode:
+            failed.append(script)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

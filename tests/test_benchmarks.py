@@ -1,0 +1,69 @@
+"""Every benchmark runs, checks its contestants against each other, and writes what it found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def smoke(script: str, out: Path, *options: str) -> dict[str, object]:
+    """Run a benchmark in its smallest form, without compilation; return its JSON file."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{script}", "--smoke", "--out", str(out), *options],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") > 5
+    assert (out / f"{script}.png").read_bytes().startswith(b"\x89PNG\r\n")
+    return json.loads((out / f"{script}.json").read_text("utf-8"))
+
+
+def test_against_peers(tmp_path: Path) -> None:
+    found = smoke("against_peers", tmp_path, "--no-memory")
+    names = [workload["name"] for workload in found["workloads"]]
+    assert {"mlp", "softmax", "conv", "transformer", "counterexample", "aggregation"} <= set(names)
+    for workload in found["workloads"]:
+        assert workload["agree"]
+        assert all(entry["relative_error"] < 1e-3 and entry["cpu_ms"] > 0 for entry in workload["entries"])
+
+
+def test_memory_vs_k(tmp_path: Path) -> None:
+    found = smoke("memory_vs_k", tmp_path)
+    memory, duration, long = found["parts"]
+    assert all(value is not None for values in memory["peak_growth_mib"].values() for value in values)
+    assert duration["agree"] and len(duration["entries"]) == 2
+    assert long["entries"][0]["peak_growth_mib"] < 1024
+
+
+def test_tasks(tmp_path: Path) -> None:
+    found = smoke("tasks", tmp_path, "--no-memory")
+    assert [workload["name"] for workload in found["workloads"]] == ["heads", "mlps", "mlps_5_shot"]
+    assert all(workload["agree"] for workload in found["workloads"])
+
+
+def test_adjoints(tmp_path: Path) -> None:
+    found = smoke("adjoints", tmp_path, "--no-memory")
+    assert all(e["relative_error"] < 1e-3 for e in found["entries"] if not e["name"].startswith("FirstOrder"))
+
+
+@pytest.mark.parametrize("script", ["against_peers", "memory_vs_k", "tasks", "adjoints"])
+def test_header_is_question_and_output(script: str) -> None:
+    text = (ROOT / "benchmarks" / f"{script}.py").read_text("utf-8")
+    header = text.split('"""')[1]
+    assert header.splitlines()[0].endswith("?")
+    assert "one thread" in header and "torch 2." in header
+    assert (ROOT / "benchmarks" / "results" / f"{script}.json").exists()
