@@ -230,7 +230,7 @@ def gradients(
     if level == "lower" and all(g is None for g in found):
         raise ValueError(
             f"the lower loss does not depend on any parameter that the optimizer adapts; got a loss at step k={k} "
-            "whose graph reaches none of them. Compute it with the `net` (or `params`) that the loss function receives, "
+            "whose graph reaches none of them. Compute it with the `net` (or `params`) that the function receives, "
             "not with the original module, and without `.detach()` or `no_grad()`."
         )
     return found

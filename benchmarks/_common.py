@@ -175,7 +175,9 @@ def first_calls(
 def race(contestants: dict[str, Run], entries: dict[str, Entry], rounds: int, bar: tqdm[Any]) -> None:
     """Time the contestants in interleaved rounds; all were called before."""
     names = list(contestants)
-    repeats = {name: max(1, math.ceil(SAMPLE / cpu_time(run))) for name, run in contestants.items()}
+    repeats = dict.fromkeys(names, 1)
+    if rounds > 1:
+        repeats = {name: max(1, math.ceil(SAMPLE / cpu_time(run))) for name, run in contestants.items()}
     for number in range(rounds):
         start = number % len(names)
         for name in names[start:] + names[:start]:

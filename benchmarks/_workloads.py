@@ -1,8 +1,8 @@
 """The problems, and the contestants that differentiate them.
 
 A workload is a module, two losses and upper variables. The lower loss weights examples by `sigmoid(hyper)`, or has no
-`hyper`, and then the initial weights are the upper variables, as in MAML. Contestants are functions that take a workload
-and return ``run(steps)``, which gives the hypergradient as a list of tensors.
+`hyper`, and then the initial weights are the upper variables, as in MAML. A contestant is a function that takes a
+workload and returns ``run(steps)``, which gives the hypergradient as a list of tensors.
 """
 
 from __future__ import annotations
