@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._inductor
 from torch import Tensor
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from ._tree import detach, layout
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
 
 Function = Callable[..., list[Tensor | None]]
 
@@ -41,6 +41,8 @@ class Program:
 
 def trace(function: Function, inputs: Sequence[Tensor]) -> tuple[GraphModule, list[Tensor | None]]:
     """Return a function as a graph of tensor operations, and what it gave; the random state is as before."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # with the compiler, this doubles the time of the import
+
     result: list[Tensor | None] = []
 
     def there(*flat: Tensor) -> list[Tensor]:
@@ -62,6 +64,8 @@ def build(
 
     Random numbers are drawn as uncompiled code draws them, so that both can be compared, and replayed.
     """
+    import torch._inductor
+
     graph, result = trace(function, inputs)
     constants = _lift_constants(graph)
     with torch.no_grad():
