@@ -1,5 +1,7 @@
 """bda_optim: differentiable inner loops for bilevel optimisation in PyTorch, with Bi-level Descent Aggregation."""
 
+from importlib import metadata as _metadata
+
 from . import _prox as prox
 from ._adjoint import Checkpointed, FirstOrder, ForwardMode, Truncated, Unroll
 from ._innerloop import DiffOptimizer, innerloop_ctx
@@ -9,7 +11,10 @@ from ._rollout import Hypergradient, Trace, hypergradient, lower_point, rollout
 from ._rules import FISTA
 from ._schedules import constant, geometric, harmonic, polynomial, theory
 
-__version__ = "0.1.0"
+try:
+    __version__ = _metadata.version("bda_optim")
+except _metadata.PackageNotFoundError:  # used from a checkout that is not installed
+    __version__ = "unknown"
 
 __all__ = [
     "FISTA",

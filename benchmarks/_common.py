@@ -90,8 +90,8 @@ class Entry:
         return not self.error > TOLERANCE
 
     def plain(self) -> dict[str, Any]:
-        """Return it for JSON; NaN, which JSON does not know, is None."""
-        found = dict(
+        """Return it for JSON."""
+        return dict(
             name=self.name,
             first_call_s=round(self.first, 3),
             cpu_ms=round(self.time * 1e3, 4),
@@ -100,7 +100,6 @@ class Entry:
             relative_error=float(f"{self.error:.2e}"),
             note=self.note,
         )
-        return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in found.items()}
 
 
 def ratio(entry: Entry, base: Entry) -> float:
@@ -306,12 +305,21 @@ def show_verdicts(verdicts: Sequence[dict[str, Any]], *, smoke: bool) -> str:
     return "\n".join(lines)
 
 
+def _without_nan(value: Any) -> Any:
+    """Return the same with None for NaN, which JSON does not know."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def save(out: Path, name: str, content: dict[str, Any], draw: Callable[[Any], None]) -> None:
     """Write the JSON file and the plot; `draw` gets matplotlib's pyplot."""
     import matplotlib.pyplot as plt
 
     out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**machine(), **content}, indent=1, allow_nan=False, default=str)
+    text = json.dumps(_without_nan({**machine(), **content}), indent=1, allow_nan=False)
     (out / f"{name}.json").write_text(text + "\n")
     draw(plt)
     plt.savefig(out / f"{name}.png", dpi=120, bbox_inches="tight")

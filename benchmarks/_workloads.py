@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -98,9 +99,9 @@ def head(dtype: torch.dtype = torch.float32, *, smoke: bool = False) -> Workload
     return _reweighting(nn.Linear(64, 5), *data, torch.randn(25), dtype, steps=100_000, lr=0.1, jax=jax_linear)
 
 
-def conv(dtype: torch.dtype = torch.float32, *, smoke: bool = False, filters: int = 32) -> Workload:
+def conv(dtype: torch.dtype = torch.float32, *, smoke: bool = False) -> Workload:
     """Learn the initial weights of a three-block conv net on 25 images of 28x28 (5-way 5-shot), K = 5."""
-    filters = 4 if smoke else filters
+    filters = 4 if smoke else 32
     torch.manual_seed(0)
     blocks: list[nn.Module] = []
     for channels in (1, filters, filters):
@@ -237,19 +238,23 @@ def jax_mlp(p: Any, x: Any) -> Any:
 
 
 def _jax_conv(p: Any, x: Any) -> Any:
+    """Convolve as a product with shifted copies: 4 times faster here than XLA's own convolution and its derivatives."""
     import jax
-    from jax import lax
+    import jax.numpy as jnp
 
-    x = x.transpose(0, 2, 3, 1)  # with channels last XLA's convolutions are quicker on the CPU
+    x = x.transpose(0, 2, 3, 1)
     for i in (0, 4, 8):
-        kernel = p[f"{i}.weight"].transpose(2, 3, 1, 0)
-        x = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-        x = x + p[f"{i}.bias"]
+        side = x.shape[1]
+        padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+        shifted = [padded[:, a : a + side, b : b + side] for a in range(3) for b in range(3)]
+        kernel = p[f"{i}.weight"].transpose(2, 3, 1, 0).reshape(9 * x.shape[3], -1)
+        x = jnp.concatenate(shifted, axis=-1) @ kernel + p[f"{i}.bias"]
         centred = x - x.mean((0, 1, 2))
-        x = centred * lax.rsqrt((centred**2).mean((0, 1, 2)) + 1e-5) * p[f"{i + 1}.weight"] + p[f"{i + 1}.bias"]
-        x = jax.nn.relu(x)
-        side = x.shape[1] // 2
-        x = x[:, : 2 * side, : 2 * side].reshape(x.shape[0], side, 2, side, 2, -1).max((2, 4))
+        x = centred * jax.lax.rsqrt((centred**2).mean((0, 1, 2)) + 1e-5) * p[f"{i + 1}.weight"] + p[f"{i + 1}.bias"]
+        x = jax.nn.relu(x)[:, : side // 2 * 2, : side // 2 * 2]
+        # `max` would divide the derivative among equal entries, of which float32 has some; torch takes the first.
+        first, *others = [x[:, a::2, b::2] for a in range(2) for b in range(2)]
+        x = functools.reduce(lambda best, new: jnp.where(best >= new, best, new), others, first)
     x = x.transpose(0, 3, 1, 2).reshape(x.shape[0], -1)
     return x @ p["13.weight"].T + p["13.bias"]
 

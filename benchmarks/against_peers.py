@@ -29,7 +29,6 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "mlp": _workloads.mlp,
     "softmax": _workloads.softmax,
     "conv": _workloads.conv,
-    "conv64": functools.partial(_workloads.conv, filters=64),
     "transformer": _workloads.transformer,
     "counterexample": _workloads.counterexample,
     "counterexample_bda": functools.partial(_workloads.counterexample, alpha=BDA),
@@ -39,7 +38,6 @@ TITLES = {
     "mlp": "MLP 64-256-256-10, batch 64, K=50",
     "softmax": "softmax regression 7000x784, 10 classes, K=20",
     "conv": "conv net, 3 blocks of 32 filters, 25 images 28x28, K=5",
-    "conv64": "conv net, 3 blocks of 64 filters, 25 images 28x28, K=5",
     "transformer": "transformer, 2 layers of width 64, 16 sequences of 32 tokens, K=10",
     "counterexample": "the paper's counter-example, alpha=0, K=64",
     "counterexample_bda": "the paper's counter-example, BDA, K=64",
@@ -77,7 +75,7 @@ def compare(name: str, args: Any, bar: tqdm[Any]) -> dict[str, Any]:
     return {
         "name": name,
         "table": _common.table(head, rows),
-        "entries": [{**e.plain(), "ratio": _plain(ratio(e, base))} for e in entries.values()],
+        "entries": [{**e.plain(), "ratio": round(ratio(e, base), 4)} for e in entries.values()],
         "verdicts": judge(name, entries),
         "agree": all(e.agrees for e in entries.values()),
     }
@@ -147,10 +145,6 @@ def draw(results: Sequence[dict[str, Any]], plt: Any) -> None:
         axis.tick_params(labelsize=7)
         axis.invert_yaxis()
     figure.tight_layout()
-
-
-def _plain(value: float) -> float | None:
-    return None if math.isnan(value) else round(value, 4)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -78,7 +78,7 @@ def memory(args: Any, bar: tqdm[Any]) -> dict[str, Any]:
         "name": "memory",
         "table": _common.table(head, rows),
         "steps": lengths(args),
-        "peak_growth_mib": {name: [_plain(v / _common.MIB) for v in values] for name, values in found.items()},
+        "peak_growth_mib": {name: [round(v / _common.MIB, 2) for v in values] for name, values in found.items()},
         "verdicts": [
             _common.verdict(f"higher / Checkpointed() at K={middle}", base / mine[at[middle]], 20, at_least=True),
             _common.verdict(f"Checkpointed(), K={last} / K={middle}", growth, 2.2),
@@ -155,10 +155,6 @@ def draw(results: Sequence[dict[str, Any]], plt: Any) -> None:
 
 def _rounds(args: Any) -> int:
     return max(1, args.rounds // 3)  # a call takes seconds
-
-
-def _plain(value: float) -> float | None:
-    return None if math.isnan(value) else round(value, 2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
