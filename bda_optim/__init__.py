@@ -7,9 +7,10 @@ from ._adjoint import Checkpointed, FirstOrder, ForwardMode, Truncated, Unroll
 from ._innerloop import DiffOptimizer, innerloop_ctx
 from ._module import FunctionalModule
 from ._optimizer import BDAInnerOptimizer
-from ._rollout import Hypergradient, Trace, hypergradient, lower_point, rollout
+from ._rollout import Hypergradient, hypergradient, lower_point, rollout
 from ._rules import FISTA
 from ._schedules import constant, geometric, harmonic, polynomial, theory
+from ._trace import Trace
 
 try:
     __version__ = _metadata.version("bda_optim")

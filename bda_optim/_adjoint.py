@@ -140,10 +140,13 @@ class Checkpointed:
     Args:
         every: The length of a segment; about sqrt(K) by default.
         slots: How many states may be stored at once; excludes `every`.
+        offload: "cpu" stores the states in the host's (pinned) memory; they are copied without waiting for them. On the
+            CPU they are there anyway.
     """
 
     every: int | None = None
     slots: int | None = None
+    offload: str | None = None
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -151,6 +154,8 @@ class Checkpointed:
             raise ValueError(
                 f"`every` and `slots` exclude each other; got every={self.every}, slots={self.slots}. Give one of them."
             )
+        if self.offload not in (None, "cpu"):
+            raise ValueError(f'`offload` must be None or "cpu"; got {self.offload!r}. Other places are not supported.')
         for name in ("every", "slots"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
@@ -165,7 +170,7 @@ class Checkpointed:
             items = step.units(items)
         every = self.every and max(1, self.every * len(items) // steps)
         every = None if self.slots else every or math.isqrt(len(items) - 1) + 1
-        return _replayed(step, state, hyper, items, every=every, slots=self.slots or 0)
+        return _replayed(step, state, hyper, items, every=every, slots=self.slots or 0, offload=self.offload == "cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,9 +233,16 @@ def _push(
 
 
 def _replayed(
-    step: Step, state: Any, hyper: tuple[Tensor, ...], items: Items, *, every: int | None, slots: int = 0
+    step: Step,
+    state: Any,
+    hyper: tuple[Tensor, ...],
+    items: Items,
+    *,
+    every: int | None,
+    slots: int = 0,
+    offload: bool = False,
 ) -> Result:
-    replay = Replay(step, state, hyper, items, every=every, slots=slots)
+    replay = Replay(step, state, hyper, items, every=every, slots=slots, offload=offload)
     leaves: tuple[Tensor, ...] = Replayed.apply(replay, *tensors(state), *hyper)  # type: ignore[no-untyped-call]
     return replace_tensors(replay.last, leaves), replay.records
 

@@ -18,9 +18,9 @@ from ._module import FunctionalModule
 from ._optimizer import BDAInnerOptimizer, from_torch, refuse_extrapolation
 from ._plan import check_ambient, check_count
 from ._prox import NO_HYPER
-from ._rollout import check_finite
 from ._settings import check_group
 from ._step import Group, Update, gradients, no_gradients
+from ._trace import check_finite
 from ._tree import Template, detach
 from ._types import InnerState, Record
 

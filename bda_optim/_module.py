@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ._ambient import inside_checkpoint, refuse_checkpoint, surroundings
 from ._functional import Skeleton
 from ._objective import Loss, Objective, OverTasks, TasksObjective
-from ._rollout import Trace
 from ._step import Update, gradients
+from ._trace import Trace
 from ._tree import tensors
 from ._types import InnerState
 

@@ -13,10 +13,10 @@ from ._adjoint import Adjoint, Unroll
 from ._aggregation import is_zero, weight
 from ._functional import Skeleton, module_slot
 from ._module import FunctionalModule
-from ._objective import Loss, ModuleObjective
-from ._plan import check_ambient
+from ._objective import Loss, ModuleObjective, OverTasks
+from ._plan import check_ambient, in_chunks
 from ._prox import NO_HYPER
-from ._rollout import Problem, expand
+from ._rollout import Problem, expand, join
 from ._rules import resolve
 from ._schedules import from_plain, to_plain
 from ._settings import check_group, complete
@@ -102,6 +102,7 @@ class BDAInnerOptimizer(Optimizer):
         adjoint: Adjoint | None = None,
         compile: bool | str = False,
         copy_initial_weights: bool = True,
+        chunk_size: int | None = None,
     ) -> FunctionalModule:
         """Run K inner steps on `model` and return it with y_K inside, differentiable as the adjoint decides.
 
@@ -120,6 +121,7 @@ class BDAInnerOptimizer(Optimizer):
             adjoint: How the backward pass is obtained; `Unroll()` by default.
             compile: Whether to compile the step and its adjoint (or "reverse", "mixed": see `rollout`).
             copy_initial_weights: Whether y_0 is a constant; if False, gradients reach the module's own parameters.
+            chunk_size: How many tasks run at once; fewer need less memory, if the adjoint is `Checkpointed`.
 
         Returns:
             A module that is called like `model`; `params`, `buffer_dict` and `trace` show what is inside.
@@ -133,16 +135,20 @@ class BDAInnerOptimizer(Optimizer):
             for name, place in skeleton.params.items()
             if id(place.original) not in owned and place.original.requires_grad
         }
-        problem = Problem(
-            lower, upper, rule=self.rule, groups=self._groups(), slots=slots, hyper=template, steps=steps,
-            batches=batches, tasks=tasks,
-        )  # fmt: skip
-        state = self._initial(originals, skeleton, copy_initial_weights=copy_initial_weights)
-        if tasks is not None:
-            state = expand(state, tasks, self.rule)
-        objective = ModuleObjective(skeleton, names, others, template)
-        state, trace = problem.run(objective, state, slots.tensors, adjoint or Unroll(), compile=compile)
-        fmodel = FunctionalModule(Skeleton(model), names, state, self._update(tasks), problem.over_tasks)
+        parts = []
+        for some, size in in_chunks(batches, tasks, chunk_size):
+            problem = Problem(
+                lower, upper, rule=self.rule, groups=self._groups(), slots=slots.copy(), hyper=template, steps=steps,
+                batches=some, tasks=size,
+            )  # fmt: skip
+            state = self._initial(originals, skeleton, copy_initial_weights=copy_initial_weights)
+            if size is not None:
+                state = expand(state, size, self.rule)
+            objective = ModuleObjective(skeleton, names, others, template)
+            parts.append(problem.run(objective, state, problem.slots.tensors, adjoint or Unroll(), compile=compile))
+        state, trace = join(parts)
+        over = OverTasks(tasks) if tasks is not None and chunk_size else problem.over_tasks
+        fmodel = FunctionalModule(Skeleton(model), names, state, self._update(tasks), over)
         fmodel.__dict__["trace"] = trace  # a parameter of the module may have this name
         return fmodel
 

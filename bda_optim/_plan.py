@@ -108,6 +108,30 @@ class Items(Sequence[Item]):
         )
 
 
+def in_chunks(batches: Any, tasks: int | None, size: int | None) -> list[tuple[Any, int | None]]:
+    """Divide the tasks of all batches into chunks; return the batches and the number of tasks of each."""
+    if size is None:
+        return [(batches, tasks)]
+    check_count("chunk_size", size)
+    if tasks is None:
+        raise ValueError(f"`chunk_size` divides tasks; got chunk_size={size} without `tasks`. Pass `tasks=` too.")
+    return [(_part(batches, slice(a, a + size), tasks), min(size, tasks - a)) for a in range(0, tasks, size)]
+
+
+def _part(batches: Any, part: slice, tasks: int) -> Any:
+    if batches is None:
+        return None
+    if isinstance(batches, Tensor):
+        batches = list(batches.unbind(0))
+    known: dict[int, Any] = {}
+    for number, batch in enumerate(batches):
+        if id(batch) not in known:
+            for tensor in tensors(batch):
+                _check_task_dimension(tensor, tasks, f"batches[{number}]")
+            known[id(batch)] = map_tensors(lambda t: t[part], batch)
+    return [known[id(batch)] for batch in batches]
+
+
 def _check_task_dimension(tensor: Tensor, tasks: int, name: str) -> None:
     if tensor.dim() == 0 or tensor.shape[0] != tasks:
         raise ValueError(

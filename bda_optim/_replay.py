@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import _graph
 from ._ambient import Ambient
-from ._tree import describe, detach, is_differentiable, replace_tensors, tensors
+from ._tree import describe, detach, is_differentiable, map_tensors, replace_tensors, tensors
 from ._types import Step
 
 Cotangents = list[Tensor | None]
@@ -82,10 +82,18 @@ class Replay:
     """
 
     def __init__(
-        self, step: Step, state: Any, hyper: Sequence[Tensor], items: Sequence[Any], *, every: int | None, slots: int
+        self,
+        step: Step,
+        state: Any,
+        hyper: Sequence[Tensor],
+        items: Sequence[Any],
+        *,
+        every: int | None,
+        slots: int,
+        offload: bool = False,
     ) -> None:
         """Prepare; nothing runs yet."""
-        self._step, self._items, self._every, self._slots = step, items, every, slots
+        self._step, self._items, self._every, self._slots, self._offload = step, items, every, slots, offload
         self._state, self._count = detach(state), len(tensors(state))
         self._compiled = isinstance(step, CompiledStep)
         self._ambient = Ambient(tensors(state))
@@ -103,7 +111,7 @@ class Replay:
         positions, end = self._positions(), len(self._items)
         for number in range(end):
             if number in positions:
-                self._stored[number] = Stored(state, self._ambient.rng())
+                self._stored[number] = Stored(self._put_away(state), self._ambient.rng())
             self._batch_versions.append([_version(t) for t in tensors(self._items[number])])
             keep = self._every is None and number == end - 1 and not self._compiled
             if keep or (number == 0 and not getattr(self._step, "inspected", False)):
@@ -188,11 +196,11 @@ class Replay:
 
     def _advance(self, source: Stored, start: int, stop: int, hyper: tuple[Tensor, ...]) -> Stored:
         self._ambient.set_rng(source.rng)
-        state = source.state
+        state = self._fetched(source.state)
         with torch.no_grad():
             for number in range(start, stop):
                 state, _ = self._step(state, hyper, self._item(number))
-        return Stored(state, self._ambient.rng())
+        return Stored(self._put_away(state), self._ambient.rng())
 
     def _segment(
         self,
@@ -214,7 +222,7 @@ class Replay:
             self._ambient.set_rng(source.rng)
             records = []
             with torch.enable_grad():
-                inputs = [*fresh(tensors(source.state)), *hyper]
+                inputs = [*fresh(tensors(self._fetched(source.state))), *hyper]
                 state, _ = self._split(source.state, inputs)
                 for number in range(start, stop):
                     state, record = self._step(state, hyper, self._item(number))
@@ -223,7 +231,7 @@ class Replay:
             refuse_captured(outputs, inputs)
             known = self.last if stop == len(self._items) else getattr(self._stored.get(stop), "state", None)
             if known is not None:
-                self._ambient.compare(outputs, tensors(known))
+                self._ambient.compare(outputs, tensors(self._fetched(known)))
             self._ambient.compare(_joined(records), _joined(self.records[start:stop]))
         return self._add(pull_back(outputs, inputs, cotangents), total)
 
@@ -239,7 +247,7 @@ class Replay:
     ) -> Cotangents:
         """Run a segment once more, keeping every state, and pull the cotangents through one item after the other."""
         self._ambient.set_rng(source.rng)
-        way = [source]
+        way = [Stored(self._fetched(source.state), source.rng)]
         with torch.no_grad():
             for number in range(start, stop - 1):
                 state, _ = step(way[-1].state, hyper, self._item(number))
@@ -256,6 +264,18 @@ class Replay:
             if grad is not None:
                 total[i] = grad if known is None else known + grad
         return found[: self._count]
+
+    def _put_away(self, state: Any) -> Any:
+        """Return a state as it is stored: in the host's memory, if that was asked for."""
+        return map_tensors(_on_host, state) if self._offload else state
+
+    def _fetched(self, state: Any) -> Any:
+        """Return a stored state on the devices where its steps run."""
+        if not self._offload:
+            return state
+        homes = [t.device for t in tensors(self._state)]
+        moved = [t.to(home, non_blocking=True) for t, home in zip(tensors(state), homes, strict=True)]
+        return replace_tensors(state, moved)
 
     def _split(self, state: Any, leaves: Sequence[Tensor]) -> tuple[Any, tuple[Tensor, ...]]:
         return replace_tensors(state, leaves[: self._count]), tuple(leaves[self._count :])
@@ -344,6 +364,14 @@ def changed_in_place(name: str, tensor: Tensor) -> str:
         f"{name} ({describe(tensor)}) was changed in place between the rollout and its backward pass, as an "
         "`optimizer.step()` or a `commit()` does. Call `.backward()` first, or change a copy."
     )
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to pinned memory of the host, without waiting for it; one of the CPU or of meta stays."""
+    if tensor.device.type in ("cpu", "meta"):
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def _version(tensor: Tensor) -> int:

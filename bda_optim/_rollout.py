@@ -14,26 +14,15 @@ from ._ambient import surroundings
 from ._engine import CompiledStep
 from ._functional import module_slot
 from ._objective import Loss, Objective, OverTasks, TasksObjective, TreeObjective
-from ._plan import Items, check_ambient, check_count, check_devices
+from ._plan import Items, check_ambient, check_count, check_devices, in_chunks
 from ._rules import resolve
 from ._settings import check_group, complete
 from ._step import BDAStep, Group, Update, gradients
+from ._trace import Trace, check_finite, trace_of
 from ._tree import Slots, Template, describe, is_differentiable, map_tensors, named_leaves, replace_tensors
 from ._tree import tensors as tensors_of
-from ._types import InnerState, Record, Rule
+from ._types import InnerState, Rule
 from ._units import with_plain_counts, with_tensor_counts
-
-
-class Trace(NamedTuple):
-    """The losses of the K steps, detached, on the device: K numbers, or K x B with B tasks.
-
-    Attributes:
-        lower: The lower loss at y_0, ..., y_{K-1}.
-        upper: The upper loss there; NaN at steps that did not evaluate it, None if no step did.
-    """
-
-    lower: Tensor
-    upper: Tensor | None
 
 
 class Hypergradient(NamedTuple):
@@ -118,7 +107,7 @@ class Problem:
             last = with_plain_counts(last, like=state)
             records = [record for unit in records for record in unit]
         check_finite(records, last.params)
-        return last, _trace(records, self.tasks)
+        return last, trace_of(records, self.tasks)
 
 
 def rollout(
@@ -137,6 +126,7 @@ def rollout(
     tasks: int | None = None,
     adjoint: Adjoint | None = None,
     compile: bool | str = False,
+    chunk_size: int | None = None,
     **settings: Any,
 ) -> Any:
     r"""Run K inner steps from y_0 and return y_K, differentiable in all that requires grad.
@@ -162,6 +152,7 @@ def rollout(
         adjoint: `Unroll()` by default.
         compile: Whether to compile the step and its adjoint; "reverse" or "mixed" chooses the adjoint's mode, which is
             measured otherwise.
+        chunk_size: How many tasks run at once; fewer need less memory, if the adjoint is `Checkpointed`.
         **settings: The rule's own, such as `momentum` or `betas`.
 
     Returns:
@@ -177,7 +168,7 @@ def rollout(
     start = [p.clone() for p in _lower_variables(params)]
     state, _ = _run_tree(
         lower, upper, params, start, slots, template, list(slots.tensors), steps=steps, batches=batches, tasks=tasks,
-        rule=rule, adjoint=adjoint, compile=compile,
+        rule=rule, adjoint=adjoint, compile=compile, chunk_size=chunk_size,
         settings=dict(lr=lr, upper_lr=upper_lr, alpha=alpha, prox=prox, **settings),
     )  # fmt: skip
     return replace_tensors(params, state.params)
@@ -200,6 +191,7 @@ def hypergradient(
     tasks: int | None = None,
     adjoint: Adjoint | None = None,
     compile: bool | str = False,
+    chunk_size: int | None = None,
     **settings: Any,
 ) -> Hypergradient:
     r"""Return F(x, y_K(x)), its derivative with respect to x, and y_K.
@@ -230,7 +222,7 @@ def hypergradient(
         ]
         state, trace = _run_tree(
             lower, upper, params, start, slots, template, given, steps=steps, batches=batches, tasks=tasks,
-            rule=rule, adjoint=adjoint, compile=compile,
+            rule=rule, adjoint=adjoint, compile=compile, chunk_size=chunk_size,
             settings=dict(lr=lr, upper_lr=upper_lr, alpha=alpha, prox=prox, **settings),
         )  # fmt: skip
         objective: Objective = TreeObjective(params, template)
@@ -268,27 +260,6 @@ def lower_point(
         return replace_tensors(params, update.lower_point(ys, grads, update.settings(()), hyper))
 
 
-def check_finite(records: Sequence[Record], params: Sequence[Tensor]) -> None:
-    """Raise where a loss or the last iterate is not finite: the only look at values, one after all steps."""
-    if not params or params[0].is_meta:
-        return
-    names = [(k, "lower", r.lower) for k, r in enumerate(records, 1)]
-    names += [(k, "upper", r.upper) for k, r in enumerate(records, 1) if r.upper is not None]
-    sums = torch.stack([loss.sum() for _, _, loss in names])
-    whole = torch.stack([torch.isfinite(p).all().to(params[0].device) for p in params]).all()
-    if bool(torch.isfinite(sums).all() & whole):
-        return
-    bad = sorted((k, level) for (k, level, _), ok in zip(names, torch.isfinite(sums).tolist(), strict=True) if not ok)
-    if bad:
-        what = f"the {bad[0][1]} loss is not finite at step k={bad[0][0]} of {len(records)}"
-    else:
-        what = f"the parameters are not finite after the last step, k={len(records)}"
-    raise FloatingPointError(
-        f"the inner loop diverged: {what}. Lower `lr` (or `upper_lr`), check the losses for log(0) or 0/0, and look at "
-        "the `trace` of a shorter loop."
-    )
-
-
 def expand(state: InnerState, tasks: int, rule: Rule) -> InnerState:
     """Give every tensor of a state a task dimension in front; numbers of an elementwise rule are shared."""
 
@@ -299,25 +270,39 @@ def expand(state: InnerState, tasks: int, rule: Rule) -> InnerState:
     return InnerState(tuple(map(grow, state.params)), memory, tuple(map(grow, state.buffers)))
 
 
+def join(parts: Sequence[tuple[InnerState, Trace]]) -> tuple[InnerState, Trace]:
+    """Put the results of chunks of tasks together."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*(tensors_of(state) for state, _ in parts), strict=True)
+    joined = [column[0] if column[0].dim() == 0 else torch.cat(column) for column in columns]
+    lower = torch.cat([trace.lower for _, trace in parts], dim=1)
+    upper = [trace.upper for _, trace in parts if trace.upper is not None]
+    return replace_tensors(parts[0][0], joined), Trace(lower, torch.cat(upper, dim=1) if upper else None)
+
+
 def _run_tree(
     lower: Loss, upper: Loss | None, params: Any, start: list[Tensor], slots: Slots, template: Template,
     given: list[Tensor], *, steps: int, batches: Any, tasks: int | None, rule: Any, adjoint: Adjoint | None,
-    compile: bool | str, settings: dict[str, Any],
+    compile: bool | str, chunk_size: int | None, settings: dict[str, Any],
 ) -> tuple[InnerState, Trace]:  # fmt: skip
     """Roll out from the tensors `start` of the tree `params`."""
     chosen = resolve(rule)
     settings = complete(chosen, settings)
     check_group(chosen, settings, start)
     members = tuple(range(len(start)))
-    problem = Problem(
-        lower, upper, rule=chosen, groups=[(members, settings)], slots=slots, hyper=template, steps=steps,
-        batches=batches, tasks=tasks,
-    )  # fmt: skip
-    state = InnerState(tuple(start), (chosen.init([p.detach() for p in start], settings),))
-    if tasks is not None:
-        state = expand(state, tasks, chosen)
-    values = given + problem.slots.tensors[len(given) :]
-    return problem.run(TreeObjective(params, template), state, values, adjoint or Unroll(), compile=compile)
+    parts = []
+    for some, size in in_chunks(batches, tasks, chunk_size):
+        problem = Problem(
+            lower, upper, rule=chosen, groups=[(members, settings)], slots=slots.copy(), hyper=template,
+            steps=steps, batches=some, tasks=size,
+        )  # fmt: skip
+        state = InnerState(tuple(start), (chosen.init([p.detach() for p in start], settings),))
+        if size is not None:
+            state = expand(state, size, chosen)
+        values = given + problem.slots.tensors[len(given) :]
+        parts.append(problem.run(TreeObjective(params, template), state, values, adjoint or Unroll(), compile=compile))
+    return join(parts)
 
 
 def _mode(compile: bool | str) -> str:
@@ -376,15 +361,6 @@ def _check_value(value: Any, tasks: int | None) -> None:
     if not isinstance(value, Tensor) or value.numel() != (tasks or 1):
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"the upper loss must be a scalar; got {got}. Reduce it, for example by `.mean()`.")
-
-
-def _trace(records: Sequence[Record], tasks: int | None) -> Trace:
-    shape = () if tasks is None else (tasks,)
-    lower = torch.stack([record.lower.reshape(shape) for record in records])
-    if all(record.upper is None for record in records):
-        return Trace(lower, None)
-    skipped = torch.full_like(lower[0], torch.nan)
-    return Trace(lower, torch.stack([skipped if r.upper is None else r.upper.reshape(shape) for r in records]))
 
 
 def _mirror(hyper: Any, slots: Slots, grads: Sequence[Tensor]) -> Any:

@@ -147,6 +147,13 @@ class Slots:
         self.names: list[str] = []
         self._index: dict[int, int] = {}
 
+    def copy(self) -> Slots:
+        """Return slots for the same tensors, to which others can be added."""
+        other = Slots()
+        for tensor, name in zip(self.tensors, self.names, strict=True):
+            other.put(tensor, name)
+        return other
+
     def put(self, tensor: Tensor, name: str) -> Slot:
         """Return the slot of `tensor`, a new one unless it has one already."""
         index = self._index.setdefault(id(tensor), len(self.tensors))

@@ -64,7 +64,7 @@ def draw(entries: Sequence[dict[str, Any]], plt: Any) -> None:
     """Time against memory."""
     _, axis = plt.subplots(figsize=(6, 4.5))
     for e in entries:
-        if e["peak_growth_mib"] and e["cpu_ms"]:
+        if e["peak_growth_mib"] > 0 and e["cpu_ms"] > 0:  # not where one is NaN
             axis.plot(e["peak_growth_mib"], e["cpu_ms"], "s" if "compile" in e["name"] else "o", label=e["name"])
     axis.set(xscale="log", yscale="log", xlabel="peak growth, MiB", ylabel="CPU ms", title="MLP, K=50")
     if axis.lines:

@@ -16,6 +16,7 @@ LAYERS = (
     {
         "_schedules",
         "_program",
+        "_trace",
         "_aggregation",
         "_prox",
         "_rules",

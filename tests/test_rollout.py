@@ -1027,3 +1027,57 @@ def test_lower_point_is_sparse_where_y_is_not() -> None:
     y = bda.rollout(f, lambda y, x, b: (y - 1).square().sum(), START, steps=30, lr=0.5, alpha=0.1, prox=prox)
     assert y[1].abs() > 1e-3
     assert bda.lower_point(f, y, lr=0.5, prox=prox)[1] == 0
+
+
+@pytest.mark.parametrize("adjoint", [bda.Unroll(), bda.Checkpointed()], ids=str)
+@pytest.mark.parametrize("rule", [torch.optim.Adam, torch.optim.Adafactor])
+def test_chunks_of_tasks_give_the_same(adjoint: Any, rule: Any) -> None:
+    found = []
+    for chunk_size in (None, 2, 5):
+        features = torch.linspace(-1, 1, 30, dtype=torch.float64).reshape(5, 3, 2).requires_grad_()
+        x = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+        y = bda.rollout(
+            lambda y, x, b: ((b @ y - x) ** 2).mean(), lambda y, x, b: (y**2).sum(),
+            torch.ones(2, dtype=torch.float64), x, steps=3, lr=0.1, alpha=0.2, rule=rule, tasks=5,
+            batches=[features] * 3, adjoint=adjoint, chunk_size=chunk_size,
+        )  # fmt: skip
+        found.append([y, *torch.autograd.grad((y**2).sum(), (x, features))])
+    for other in found[1:]:
+        for a, b in zip(other, found[0], strict=True):
+            assert a.shape == b.shape and (a - b).abs().max() < 1e-12
+
+
+def test_chunks_of_tasks_of_a_module() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)).double()
+    inner = bda.BDAInnerOptimizer(model[2].parameters(), lr=0.1, alpha=0.3)
+    batch = torch.randn(5, 4, 2, dtype=torch.float64)
+    loss = lambda net, hyper, batch: (net(batch) - 1).square().mean()  # noqa: E731
+    found = []
+    for chunk_size in (None, 2):
+        fmodel = inner.unroll(model, loss, loss, steps=3, batches=[batch] * 3, tasks=5, chunk_size=chunk_size)
+        model.zero_grad()
+        fmodel.losses(loss, None, batch).sum().backward()
+        assert fmodel.trace is not None and fmodel.trace.upper is not None
+        found.append([model[0].weight.grad, fmodel.trace.lower, fmodel.trace.upper, *fmodel.buffer_dict.values()])
+    for a, b in zip(*found, strict=True):
+        assert a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=0, atol=1e-12)
+
+
+def test_chunks_need_tasks() -> None:
+    with pytest.raises(ValueError, match="`chunk_size` divides tasks"):
+        bda.rollout(lambda y, x, b: y.sum(), None, torch.ones(2), steps=2, lr=0.1, chunk_size=2)
+    with pytest.raises(ValueError, match="`chunk_size` must be a whole number"):
+        bda.rollout(lambda y, x, b: y.sum(), None, torch.ones(2), steps=2, lr=0.1, tasks=2, chunk_size=0)
+
+
+@pytest.mark.parametrize("options", [{"every": 2}, {"slots": 2}, {}], ids=str)
+def test_offloaded_states(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = []
+    monkeypatch.setattr("bda_optim._replay._on_host", lambda t: moved.append(t) or t.clone())
+    args = (lambda y, x, b: ((y - x) ** 4).sum(), lambda y, x, b: y.sum(), torch.zeros(2), torch.ones(()))
+    got = bda.hypergradient(*args, steps=7, lr=0.1, adjoint=bda.Checkpointed(offload="cpu", **options))
+    assert moved and torch.equal(
+        got.grad, bda.hypergradient(*args, steps=7, lr=0.1, adjoint=bda.Checkpointed(**options)).grad
+    )
+    with pytest.raises(ValueError, match="`offload` must be None or"):
+        bda.Checkpointed(offload="disk")
