@@ -161,7 +161,7 @@ def first_calls(
             found = numbers(run())
             entry = Entry(name, first=time.perf_counter() - start)
         entry.error = float(np.linalg.norm(found - reference) / np.linalg.norm(reference))
-        entry.note = next((str(w.message) for w in caught if "compile" in str(w.message)), "")
+        entry.note = next((str(w.message) for w in caught if str(w.message).startswith("compile=True")), "")
         if entry.note:
             tqdm.write(f"{name}: {entry.note}", file=sys.stderr)
         if not entry.agrees and not name.startswith(biased):

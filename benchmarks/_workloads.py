@@ -296,6 +296,8 @@ def ours(adjoint: Any = None, *, compile: bool | str = False) -> Callable[[Workl
 
     def contestant(work: Workload) -> RunSteps:
         settings = dict(lr=work.lr, upper_lr=work.upper_lr, alpha=work.alpha)
+        if isinstance(work.model, Point):
+            return _without_module(work, adjoint=adjoint, compile=compile, **settings)
         inner = bda.BDAInnerOptimizer(work.model.parameters(), **settings)
 
         def run(steps: int) -> list[Tensor]:
@@ -317,6 +319,23 @@ def ours(adjoint: Any = None, *, compile: bool | str = False) -> Callable[[Workl
         return run
 
     return contestant
+
+
+def _without_module(work: Workload, **options: Any) -> RunSteps:
+    """Return `hypergradient`, which takes the lower variables as they are."""
+    (start,) = work.model.parameters()
+    start = start.detach()
+
+    def lower(y: Tensor, x: Tensor, batch: Any) -> Tensor:
+        return work.lower(lambda: y, x)
+
+    def upper(y: Tensor, x: Tensor, batch: Any) -> Tensor:
+        return work.upper(lambda: y, x)
+
+    def run(steps: int) -> list[Tensor]:
+        return [bda.hypergradient(lower, upper, start, work.hyper, steps=steps, **options).grad]
+
+    return run
 
 
 def with_higher(work: Workload) -> RunSteps:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.adjoints
 
-@@RESULTS@@
+No run is recorded yet.
 """
 
 from __future__ import annotations

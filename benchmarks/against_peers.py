@@ -2,7 +2,7 @@
 
     python -m benchmarks.against_peers
 
-@@RESULTS@@
+No run is recorded yet.
 """
 
 from __future__ import annotations

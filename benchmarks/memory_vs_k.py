@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory_vs_k
 
-@@RESULTS@@
+No run is recorded yet.
 """
 
 from __future__ import annotations
