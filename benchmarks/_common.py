@@ -70,6 +70,7 @@ class Entry:
         times: Seconds of CPU time of one call, per round.
         memory: Bytes by which the peak rose over the start.
         note: What is to be said about it, such as that it ran uncompiled.
+        tolerance: The largest error that is taken for rounding.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Entry:
     times: list[float] = dataclasses.field(default_factory=list)
     memory: float = math.nan
     note: str = ""
+    tolerance: float = TOLERANCE
 
     @property
     def time(self) -> float:
@@ -87,7 +89,7 @@ class Entry:
     @property
     def agrees(self) -> bool:
         """Whether it returned the right hypergradient."""
-        return not self.error > TOLERANCE
+        return not self.error > self.tolerance
 
     def plain(self) -> dict[str, Any]:
         """Return it for JSON."""
@@ -149,7 +151,12 @@ def numbers(result: Any) -> np.ndarray:
 
 
 def first_calls(
-    contestants: dict[str, Run], reference: np.ndarray, bar: tqdm[Any], *, biased: tuple[str, ...] = ()
+    contestants: dict[str, Run],
+    reference: np.ndarray,
+    bar: tqdm[Any],
+    *,
+    biased: tuple[str, ...] = (),
+    tolerance: float = TOLERANCE,
 ) -> dict[str, Entry]:
     """Call every contestant once, and compare what it returns with the reference; `biased` ones may differ."""
     entries = {}
@@ -159,7 +166,7 @@ def first_calls(
             warnings.simplefilter("always")
             start = time.perf_counter()
             found = numbers(run())
-            entry = Entry(name, first=time.perf_counter() - start)
+            entry = Entry(name, first=time.perf_counter() - start, tolerance=tolerance)
         entry.error = float(np.linalg.norm(found - reference) / np.linalg.norm(reference))
         entry.note = next((str(w.message) for w in caught if str(w.message).startswith("compile=True")), "")
         if entry.note:

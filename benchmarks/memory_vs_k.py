@@ -2,7 +2,42 @@
 
     python -m benchmarks.memory_vs_k
 
-No run is recorded yet.
+Latest output (the machine had a load of 1.2 to 3.5 from other work):
+
+2026-11-16; x86_64, 2 cores, CPU, one thread, float32; torch 2.13.0+cpu, higher 0.2.1, torchopt 0.7.3, jax 0.10.2
+
+peak growth, MiB; MLP                   K=100  K=1000  K=4000  higher / it, K=1000
+higher                                  82.21  698.44    2828                 1.00
+torchopt                                73.06  763.09    2910                 0.92
+ours, Unroll                            67.48  695.12    2754                 1.00
+ours, Checkpointed                      17.11   44.71   82.55                15.62
+ours, Checkpointed(slots=10)            11.52   23.16   94.42                30.16
+ours, Unroll, compiled                  41.32  368.97    1348                 1.89
+ours, Checkpointed, compiled            10.96   37.95   92.78                18.41
+ours, Checkpointed(slots=10), compiled  10.04   32.78   67.37                21.31
+
+time at K=1000; MLP           first call s  CPU s  x Unroll  error
+ours, Unroll                          2.61   2.82      1.00  3e-03
+ours, Checkpointed                    3.57   3.73      1.35  3e-03
+ours, Unroll, compiled                8.05   2.13      0.78  3e-03
+ours, Checkpointed, compiled          6.54   2.82      1.01  3e-03
+
+softmax-regression head, 64 features, K=100000  CPU s  memory MiB
+ours, Checkpointed                              85.27      147.37
+ours, Checkpointed, compiled                    15.43      196.98
+
+MISSED   higher / Checkpointed() at K=1000: 15.6 (>= 20)
+reached  Checkpointed(), K=4000 / K=1000: 1.85 (<= 2.2)
+reached  ours, Checkpointed / eager Unroll, time at K=1000: 1.35 (<= 1.7)
+MISSED   ours, Checkpointed, compiled / eager Unroll, time at K=1000: 1.01 (<= 1)
+reached  ours, Checkpointed, K=100000, GiB: 0.144 (<= 1)
+reached  ours, Checkpointed, compiled, K=100000, GiB: 0.192 (<= 1)
+
+Missed: Checkpointed() grows by 1/15.6 of higher's growth at K=1000 instead of 1/20 (44.7 MiB; 32 stored states are
+10.4 MiB, and a replayed segment of 32 recorded steps is about 22 MiB at higher's 0.7 MiB a step; the rest was not
+profiled); slots=10 reaches 1/30. Compiled, Checkpointed() takes 1.01 times eager Unroll instead of 1.00. The
+errors of 3e-3 are those of float32 after 1000 steps of a ReLU network, in which activations flip: in float64 the
+hypergradients of higher and of Checkpointed() at K=300 differ by 7e-16.
 """
 
 from __future__ import annotations
@@ -94,7 +129,9 @@ def duration(args: Any, bar: tqdm[Any]) -> dict[str, Any]:
     names = chosen(args, TIMED)
     runs = {name: functools.partial(CONTESTANTS[name](make()), steps) for name in names}
     exact = _common.numbers(_workloads.by_hand(make(torch.float64))(steps))
-    entries = _common.first_calls(runs, exact, bar)
+    # In float32 rounding grows over 1000 steps past the kinks of ReLU: by hand and with higher to 8e-4, here to 3e-3.
+    # In float64 the hypergradient by hand and ours agree to 7e-16.
+    entries = _common.first_calls(runs, exact, bar, tolerance=1e-2)
     _common.race(runs, entries, _rounds(args), bar)
     base = entries["ours, Unroll"]
     head = [f"time at K={steps}; MLP", "first call s", "CPU s", "x Unroll", "error"]
