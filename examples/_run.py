@@ -1,0 +1,106 @@
+"""What the longer examples share: their common options, files that are never half written, and runs that go on.
+
+A run is killed at any moment and started again with ``--resume``: it goes on from its last checkpoint and ends with the
+same numbers to the bit. For that a checkpoint holds everything the rest of the run depends on, and a run draws its
+random numbers from generators that are in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+
+def arguments(description: str, out: str) -> argparse.ArgumentParser:
+    """Return a parser with the options that every script has; `out` is the default folder of its results."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("outputs") / out, help="folder for results and checkpoints")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="SEED", help="one run per seed")
+    parser.add_argument("--device", type=device, default="cpu", help="where to compute: cpu, cuda, cuda:1, mps")
+    parser.add_argument("--smoke", action="store_true", help="a tiny run of seconds, to see that all is there")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
+    return parser
+
+
+def device(name: str) -> torch.device:
+    """Return the device of that name, or say which ones there are."""
+    try:
+        found = torch.device(name)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        there = ["cpu", *(kind for kind in ("cuda", "mps") if getattr(torch, kind).is_available())]
+        message = f"{name!r} cannot be used here; got: {str(error).splitlines()[0]} Available: {', '.join(there)}."
+        raise argparse.ArgumentTypeError(message) from None
+    return found
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Let `write` fill a file beside `path`, then rename it: whoever looks sees the old file or the new one, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, content: object) -> None:
+    text = json.dumps(content, indent=1, sort_keys=True) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+class Checkpoint:
+    """A file with the state of a run, and the settings it belongs to.
+
+    Args:
+        path: The file.
+        settings: What the numbers of the run depend on; plain numbers, strings and containers of them. A checkpoint
+            that was made with other settings is refused, since going on from it would mix two runs.
+        resume: Whether an existing file is taken up. If not, it is overwritten by the first `save`.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
+        self.path, self.resume = path, resume
+        self.settings = json.loads(json.dumps(settings))  # as it will be read: tuples are lists
+
+    def load(self) -> dict[str, Any] | None:
+        """Return the state, or None where the run starts anew."""
+        if not self.resume or not self.path.exists():
+            return None
+        try:
+            found = torch.load(self.path, weights_only=True)
+            state, settings = found["state"], found["settings"]
+        except Exception as error:
+            raise SystemExit(
+                f"{self.path} is not a checkpoint of this script, or is damaged; got: {error!r}. Delete it, or run "
+                "without --resume."
+            ) from error
+        if settings != self.settings:
+            keys = sorted(self.settings.keys() | settings.keys())
+            changed = [key for key in keys if self.settings.get(key) != settings.get(key)]
+            raise SystemExit(
+                f"{self.path} was made with other settings: "
+                + ", ".join(f"{key} was {settings.get(key)!r} and is {self.settings.get(key)!r}" for key in changed)
+                + ". Use those, choose another --out, or run without --resume."
+            )
+        return state
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Write tensors, numbers, strings and containers of them; nothing that would have to be unpickled as code."""
+        whole = {"state": dict(state), "settings": self.settings}
+        write_atomically(self.path, lambda file: torch.save(whole, file))
