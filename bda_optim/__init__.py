@@ -4,6 +4,7 @@ from importlib import metadata as _metadata
 
 from . import _prox as prox
 from ._adjoint import Checkpointed, FirstOrder, ForwardMode, Truncated, Unroll
+from ._guard import Guarded
 from ._innerloop import DiffOptimizer, innerloop_ctx
 from ._module import FunctionalModule
 from ._optimizer import BDAInnerOptimizer
@@ -25,6 +26,7 @@ __all__ = [
     "FirstOrder",
     "ForwardMode",
     "FunctionalModule",
+    "Guarded",
     "Hypergradient",
     "Trace",
     "Truncated",

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ._aggregation import is_zero, weight
 from ._ambient import refuse_reentrant, sequence_number
+from ._divergence import check_choice
 from ._functional import Skeleton
 from ._graph import refuse_once_differentiable
 from ._module import FunctionalModule
@@ -40,6 +41,7 @@ def innerloop_ctx(
     steps: int | None = None,
     last: int | None = None,
     first_order: bool = False,
+    on_divergence: str = "raise",
 ) -> Iterator[tuple[FunctionalModule, DiffOptimizer]]:
     """Open an inner loop on a functional copy of `model`; the model and the optimizer are not touched.
 
@@ -53,6 +55,8 @@ def innerloop_ctx(
         steps: K, needed with `last`.
         last: Differentiate only the last T of K steps; the others keep no graph.
         first_order: Take the inner gradients as constants (first-order MAML).
+        on_divergence: "raise" looks once, on leaving, whether all losses and the parameters are finite; "ignore" does
+            not. (`diffopt.check()` looks at any time.)
 
     Yields:
         The functional module and the differentiable optimizer, whose `step` takes the losses.
@@ -70,6 +74,11 @@ def innerloop_ctx(
     True
     """
     check_ambient()
+    if check_choice(on_divergence) == "stop":
+        raise ValueError(
+            'on_divergence="stop" needs a loop that is handed over, as `unroll` takes it; a loop of your own ends '
+            'where you end it. Call `diffopt.check()` in it, or use "raise" or "ignore".'
+        )
     cut = _cut(steps, last, copy_initial_weights)
     inner, skeleton = from_torch(opt), Skeleton(model)
     names, originals = inner._owned(model)
@@ -83,7 +92,8 @@ def innerloop_ctx(
         fmodel, inner, override=override, track=track_higher_grads, cut=cut, steps=steps, first_order=first_order
     )
     yield fmodel, diffopt
-    diffopt.check()
+    if on_divergence == "raise":
+        diffopt.check()
 
 
 class DiffOptimizer:
@@ -176,7 +186,7 @@ class DiffOptimizer:
     def check(self) -> None:
         """Raise `FloatingPointError` if a loss so far, or the parameters, are not finite."""
         if self._records:
-            check_finite(self._records, self._fmodel._state.params)
+            check_finite(self._records, self._fmodel._state.params, self._fmodel._names)
 
     def _apply(self, override: Override | None) -> None:
         groups = [(members, dict(settings)) for members, settings in self._groups]  # as before, should this raise

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ._adjoint import Adjoint, Unroll
 from ._aggregation import is_zero, weight
+from ._divergence import check_choice
 from ._functional import Skeleton, module_slot
 from ._module import FunctionalModule
 from ._objective import Loss, ModuleObjective, OverTasks
@@ -103,6 +104,7 @@ class BDAInnerOptimizer(Optimizer):
         compile: bool | str = False,
         copy_initial_weights: bool = True,
         chunk_size: int | None = None,
+        on_divergence: str = "raise",
     ) -> FunctionalModule:
         """Run K inner steps on `model` and return it with y_K inside, differentiable as the adjoint decides.
 
@@ -122,10 +124,12 @@ class BDAInnerOptimizer(Optimizer):
             compile: Whether to compile the step and its adjoint (or "reverse", "mixed": see `rollout`).
             copy_initial_weights: Whether y_0 is a constant; if False, gradients reach the module's own parameters.
             chunk_size: How many tasks run at once; fewer need less memory, if the adjoint is `Checkpointed`.
+            on_divergence: "raise", "stop" or "ignore": what becomes of a loop that is not finite (see `rollout`).
 
         Returns:
             A module that is called like `model`; `params`, `buffer_dict` and `trace` show what is inside.
         """
+        check_choice(on_divergence, chunk_size)
         skeleton, (names, originals) = Skeleton(model), self._owned(model)
         slots = Slots()
         template = slots.template(hyper, "hyper", module_slot(slots))
@@ -139,7 +143,7 @@ class BDAInnerOptimizer(Optimizer):
         for some, size in in_chunks(batches, tasks, chunk_size):
             problem = Problem(
                 lower, upper, rule=self.rule, groups=self._groups(), slots=slots.copy(), hyper=template, steps=steps,
-                batches=some, tasks=size,
+                batches=some, tasks=size, names=names, on_divergence=on_divergence,
             )  # fmt: skip
             state = self._initial(originals, skeleton, copy_initial_weights=copy_initial_weights)
             if size is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ._adjoint import Adjoint, Unroll
 from ._aggregation import is_zero, weight
 from ._ambient import surroundings
+from ._divergence import check_choice, watched
 from ._engine import CompiledStep
 from ._functional import module_slot
 from ._objective import Loss, Objective, OverTasks, TasksObjective, TreeObjective
@@ -18,10 +19,10 @@ from ._plan import Items, check_ambient, check_count, check_devices, in_chunks
 from ._rules import resolve
 from ._settings import check_group, complete
 from ._step import BDAStep, Group, Update, gradients
-from ._trace import Trace, check_finite, trace_of
+from ._trace import Trace, trace_of
 from ._tree import Slots, Template, describe, is_differentiable, map_tensors, named_leaves, replace_tensors
 from ._tree import tensors as tensors_of
-from ._types import InnerState, Rule
+from ._types import InnerState, Record, Rule
 from ._units import with_plain_counts, with_tensor_counts
 
 
@@ -54,6 +55,8 @@ class Problem:
         steps: K.
         batches: One batch per step, or None.
         tasks: B, or None.
+        names: The names of the parameters.
+        on_divergence: What becomes of a loop that is not finite.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class Problem:
         steps: int,
         batches: Any,
         tasks: int | None,
+        names: Sequence[str],
+        on_divergence: str,
     ) -> None:
         """Check and collect."""
         check_ambient()
@@ -75,6 +80,7 @@ class Problem:
         if tasks is not None:
             check_count("tasks", tasks)
         self.lower, self.upper, self.slots, self.hyper, self.tasks = lower, upper, slots, hyper, tasks
+        self.names, self.on_divergence = tuple(names), on_divergence
         _check_upper(upper, [settings for _, settings in groups], steps)
         built = [Group(members, slots.template(dict(s), f"group {i}")) for i, (members, s) in enumerate(groups)]
         self.update = Update(rule, built, tasks=tasks)
@@ -102,11 +108,14 @@ class Problem:
                 run: Any = CompiledStep(step, start, values, _mode(compile))
             else:
                 run, start = step, state
-            last, records = adjoint(run, start, tuple(values), self.items)
-        if start is not state:
-            last = with_plain_counts(last, like=state)
-            records = [record for unit in records for record in unit]
-        check_finite(records, last.params)
+
+            def once(items: Items) -> tuple[InnerState, list[Record]]:
+                last, records = adjoint(run, start, tuple(values), items)
+                if start is state:
+                    return last, records
+                return with_plain_counts(last, like=state), [record for unit in records for record in unit]
+
+            last, records = watched(once, self.on_divergence, step, state, values, self.items, self.names)
         return last, trace_of(records, self.tasks)
 
 
@@ -127,6 +136,7 @@ def rollout(
     adjoint: Adjoint | None = None,
     compile: bool | str = False,
     chunk_size: int | None = None,
+    on_divergence: str = "raise",
     **settings: Any,
 ) -> Any:
     r"""Run K inner steps from y_0 and return y_K, differentiable in all that requires grad.
@@ -153,6 +163,10 @@ def rollout(
         compile: Whether to compile the step and its adjoint; "reverse" or "mixed" chooses the adjoint's mode, which is
             measured otherwise.
         chunk_size: How many tasks run at once; fewer need less memory, if the adjoint is `Checkpointed`.
+        on_divergence: What becomes of a loop in which a loss, or y, is not finite from step k on. "raise" is an error
+            that names k, the parameter and the last losses; "stop" warns, and returns y_{k-1}, differentiable, as
+            ``steps=k-1`` would (for all tasks; an error if k = 1); "ignore" returns y_K as it is. The values are looked
+            at once, after the loop.
         **settings: The rule's own, such as `momentum` or `betas`.
 
     Returns:
@@ -168,7 +182,7 @@ def rollout(
     start = [p.clone() for p in _lower_variables(params)]
     state, _ = _run_tree(
         lower, upper, params, start, slots, template, list(slots.tensors), steps=steps, batches=batches, tasks=tasks,
-        rule=rule, adjoint=adjoint, compile=compile, chunk_size=chunk_size,
+        rule=rule, adjoint=adjoint, compile=compile, chunk_size=chunk_size, on_divergence=on_divergence,
         settings=dict(lr=lr, upper_lr=upper_lr, alpha=alpha, prox=prox, **settings),
     )  # fmt: skip
     return replace_tensors(params, state.params)
@@ -192,6 +206,7 @@ def hypergradient(
     adjoint: Adjoint | None = None,
     compile: bool | str = False,
     chunk_size: int | None = None,
+    on_divergence: str = "raise",
     **settings: Any,
 ) -> Hypergradient:
     r"""Return F(x, y_K(x)), its derivative with respect to x, and y_K.
@@ -222,7 +237,7 @@ def hypergradient(
         ]
         state, trace = _run_tree(
             lower, upper, params, start, slots, template, given, steps=steps, batches=batches, tasks=tasks,
-            rule=rule, adjoint=adjoint, compile=compile, chunk_size=chunk_size,
+            rule=rule, adjoint=adjoint, compile=compile, chunk_size=chunk_size, on_divergence=on_divergence,
             settings=dict(lr=lr, upper_lr=upper_lr, alpha=alpha, prox=prox, **settings),
         )  # fmt: skip
         objective: Objective = TreeObjective(params, template)
@@ -284,18 +299,20 @@ def join(parts: Sequence[tuple[InnerState, Trace]]) -> tuple[InnerState, Trace]:
 def _run_tree(
     lower: Loss, upper: Loss | None, params: Any, start: list[Tensor], slots: Slots, template: Template,
     given: list[Tensor], *, steps: int, batches: Any, tasks: int | None, rule: Any, adjoint: Adjoint | None,
-    compile: bool | str, chunk_size: int | None, settings: dict[str, Any],
+    compile: bool | str, chunk_size: int | None, on_divergence: str, settings: dict[str, Any],
 ) -> tuple[InnerState, Trace]:  # fmt: skip
     """Roll out from the tensors `start` of the tree `params`."""
+    check_choice(on_divergence, chunk_size)
     chosen = resolve(rule)
     settings = complete(chosen, settings)
     check_group(chosen, settings, start)
     members = tuple(range(len(start)))
+    names = [name for name, leaf in named_leaves(params, "params")[0] if isinstance(leaf, Tensor)]
     parts = []
     for some, size in in_chunks(batches, tasks, chunk_size):
         problem = Problem(
             lower, upper, rule=chosen, groups=[(members, settings)], slots=slots.copy(), hyper=template,
-            steps=steps, batches=some, tasks=size,
+            steps=steps, batches=some, tasks=size, names=names, on_divergence=on_divergence,
         )  # fmt: skip
         state = InnerState(tuple(start), (chosen.init([p.detach() for p in start], settings),))
         if size is not None:

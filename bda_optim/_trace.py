@@ -33,22 +33,46 @@ def trace_of(records: Sequence[Record], tasks: int | None) -> Trace:
     return Trace(lower, torch.stack([skipped if r.upper is None else r.upper.reshape(shape) for r in records]))
 
 
-def check_finite(records: Sequence[Record], params: Sequence[Tensor]) -> None:
-    """Raise where a loss or the last iterate is not finite: the only look at values, one after all steps."""
+def all_finite(records: Sequence[Record], params: Sequence[Tensor]) -> bool:
+    """Whether all losses and the last iterate are finite: the only look at values, one after all steps."""
     if not params or params[0].is_meta:
-        return
-    names = [(k, "lower", r.lower) for k, r in enumerate(records, 1)]
-    names += [(k, "upper", r.upper) for k, r in enumerate(records, 1) if r.upper is not None]
-    sums = torch.stack([loss.sum() for _, _, loss in names])
-    whole = torch.stack([torch.isfinite(p).all().to(params[0].device) for p in params]).all()
-    if bool(torch.isfinite(sums).all() & whole):
-        return
-    bad = sorted((k, level) for (k, level, _), ok in zip(names, torch.isfinite(sums).tolist(), strict=True) if not ok)
-    if bad:
-        what = f"the {bad[0][1]} loss is not finite at step k={bad[0][0]} of {len(records)}"
-    else:
-        what = f"the parameters are not finite after the last step, k={len(records)}"
-    raise FloatingPointError(
+        return True
+    losses = [loss.reshape(-1) for record in records for loss in record if loss is not None]
+    flags = [torch.isfinite(p).all().to(params[0].device) for p in params]
+    return bool(torch.stack([torch.isfinite(torch.cat(losses)).all().to(params[0].device), *flags]).all())
+
+
+def first_bad_loss(records: Sequence[Record]) -> tuple[int, str] | None:
+    """Return the step of the first loss that is not finite, and its level."""
+    for k, record in enumerate(records, 1):
+        for level, loss in zip(("lower", "upper"), record, strict=True):
+            if loss is not None and not bool(torch.isfinite(loss).all()):
+                return k, level
+    return None
+
+
+def diverged(what: str, records: Sequence[Record]) -> FloatingPointError:
+    """Return the error of a loop in which `what` is not finite; `records` end at that step."""
+    lower = torch.stack([record.lower.reshape(-1).double() for record in records[-_SHOWN:]])
+    task = int((~torch.isfinite(lower[-1])).int().argmax())
+    told = ", ".join(f"{loss:.4g}" for loss in lower[:, task].tolist())
+    of = f" of task {task}" if lower.shape[1] > 1 else ""
+    return FloatingPointError(
         f"the inner loop diverged: {what}. Lower `lr` (or `upper_lr`), check the losses for log(0) or 0/0, and look at "
-        "the `trace` of a shorter loop."
+        f"the `trace` of a shorter loop. The last lower losses{of}, up to k={len(records)}: {told}."
     )
+
+
+_SHOWN = 5
+"""So many losses are told."""
+
+
+def check_finite(records: Sequence[Record], params: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Raise where a loss or the last iterate is not finite."""
+    if all_finite(records, params):
+        return
+    bad = first_bad_loss(records)
+    if bad is not None:
+        raise diverged(f"the {bad[1]} loss is not finite at step k={bad[0]} of {len(records)}", records[: bad[0]])
+    wrong = ", ".join(f"`{name}`" for name, p in zip(names, params, strict=True) if not torch.isfinite(p).all())
+    raise diverged(f"the parameters are not finite after the last step, k={len(records)}: {wrong}", records)

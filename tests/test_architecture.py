@@ -27,7 +27,7 @@ LAYERS = (
         "_tangent",
         "_freeze",
     },
-    {"_objective", "_step", "_replay", "_adjoint", "_mixed"},
+    {"_objective", "_step", "_replay", "_adjoint", "_mixed", "_divergence", "_guard"},
     {"_rollout", "_engine", "_units"},
     {"_module", "_optimizer", "_innerloop", "compat", "diagnose", "__init__"},
 )

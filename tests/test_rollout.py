@@ -745,7 +745,7 @@ def test_a_loss_that_is_not_finite_names_the_step(adjoint: Any, bad: float) -> N
 
 
 def test_parameters_that_are_not_finite_at_the_end() -> None:
-    with pytest.raises(FloatingPointError, match=r"the parameters are not finite after the last step, k=1"):
+    with pytest.raises(FloatingPointError, match=r"`params` is not finite after step k=1 of 1"):
         bda.rollout(lambda y, x, b: y.pow(4).sum(), None, double(1e60, 1.0), steps=1, lr=1e200)
 
 
