@@ -20,6 +20,8 @@ from torch import Tensor
 
 from ._types import Move, Scalar
 
+_NOT_PLAIN = (Tensor, list)  # of a weight: learned, or one per parameter; a tuple is looked through fastest
+
 
 def weight(alpha: Any, k: Any) -> Any:
     """Return ``alpha_k``: a number, a tensor or a list of them as it is, a schedule at ``k``.
@@ -31,7 +33,7 @@ def weight(alpha: Any, k: Any) -> Any:
     0.3
     """
     value = alpha(k) if callable(alpha) else alpha
-    if not isinstance(value, Tensor | list) and not 0 <= value < 1:
+    if not isinstance(value, _NOT_PLAIN) and not 0 <= value < 1:
         raise ValueError(
             f"`alpha` must lie in [0, 1) at every step; got {value} at k={k}. Use `harmonic(0.5)` or clip it."
         )
@@ -40,7 +42,7 @@ def weight(alpha: Any, k: Any) -> Any:
 
 def is_zero(alpha: Any) -> bool:
     """Whether the upper level is plainly absent; a tensor never is, since it may be learned."""
-    return not isinstance(alpha, Tensor | list) and alpha == 0
+    return not isinstance(alpha, _NOT_PLAIN) and alpha == 0
 
 
 def aggregate(

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _replay
 from ._aggregation import is_zero, weight
 from ._freeze import freeze
 from ._mixed import add, pull_mixed
@@ -59,6 +60,7 @@ class Engine:
     def __init__(self) -> None:
         """Start without any."""
         self.programs: dict[Hashable, Program] = {}
+        self.forms: dict[Hashable, int] = {}
         self.broken: str | None = None
         self.size: int | None = None
         self.mode: str | None = None
@@ -68,7 +70,7 @@ class Engine:
 _engines: weakref.WeakKeyDictionary[Any, dict[Hashable, Engine]] = weakref.WeakKeyDictionary()
 
 
-class CompiledStep:
+class CompiledStep(_replay.CompiledStep):
     """A step that takes units of one or more items; compiled without a graph, uncompiled with one."""
 
     def __init__(self, step: BDAStep, state: Any, hyper: Sequence[Tensor], mode: str = "auto") -> None:
@@ -166,10 +168,12 @@ class CompiledStep:
     ) -> list[Any] | None:
         """Run a program, compiling it if it is new; None if that cannot be done."""
         form = unit.form
+        if form.number is None:  # a key of small parts: it is hashed in every call
+            form.number = self._engine.forms.setdefault(form.key, len(self._engine.forms))
         wanted, where = [h.requires_grad for h in hyper], [c is not None for c in cotangents]
         given = [c.contiguous() for c in cotangents if c is not None]
         flat = [t.detach() for t in (*tensors(state), *hyper, *form.tensors, unit.rows, *given)]
-        key = (kind, form.key, tuple(map(layout, flat)), tuple(wanted), tuple(where))
+        key = (kind, form.number, tuple(map(layout, flat)), tuple(wanted), tuple(where))
         program = self._engine.programs.get(key)
         if program is not None:
             return program(flat, self._captured)

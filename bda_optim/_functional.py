@@ -23,7 +23,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrizations
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ._tree import Slot, Slots
+from ._tree import Filler, Slot, Slots
 
 
 class Place(NamedTuple):
@@ -97,7 +97,8 @@ class Skeleton:
         return tuple(place.get().detach() for place in self.buffers.values())
 
 
-class ModuleSlot(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class ModuleSlot(Filler):
     """A module among the upper variables: filled, it is a skeleton with the slots' tensors in it."""
 
     skeleton: Skeleton

@@ -15,6 +15,9 @@ from ._tree import detach, layout
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
+_SMALL_PRODUCT = 4096
+"""Products of matrices with up to so many multiplications each are spelled out."""
+
 Function = Callable[..., list[Tensor | None]]
 
 
@@ -67,11 +70,34 @@ def build(
     import torch._inductor
 
     graph, result = trace(function, inputs)
+    _spell_out_products(graph)
     constants = _lift_constants(graph)
     with torch.no_grad():
         call = torch._inductor.compile(graph, [*inputs, *constants], options={"fallback_random": True})
     places = [next((i for i, t in enumerate(captured) if _is_same(t, c)), c) for c in constants]
     return Program(call, places, [t is not None for t in result]), result
+
+
+def _spell_out_products(graph: GraphModule) -> None:
+    """Write products of small batched matrices as sums, which the compiler fuses with what surrounds them.
+
+    A call of the library for 32 products of 5 x 64 with 64 x 5 numbers takes 24 us on a CPU, the sums 5 us.
+    """
+    aten = torch.ops.aten
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function" or node.target is not aten.bmm.default:
+            continue
+        left, right = node.args
+        shape = left.meta["val"].shape
+        if left.meta["val"].device.type != "cpu" or math.prod(shape[1:]) * right.meta["val"].shape[2] > _SMALL_PRODUCT:
+            continue
+        with graph.graph.inserting_before(node):
+            rows = graph.graph.call_function(aten.unsqueeze.default, (left, 3))
+            columns = graph.graph.call_function(aten.unsqueeze.default, (right, 1))
+            terms = graph.graph.call_function(aten.mul.Tensor, (rows, columns))
+            product = graph.graph.call_function(aten.sum.dim_IntList, (terms, [2]))
+        node.replace_all_uses_with(product)
+        graph.graph.erase_node(node)
 
 
 def agree(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> bool:

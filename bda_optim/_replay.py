@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,21 +47,24 @@ def split(steps: int, slots: int) -> int:
     return min(most, steps - math.comb(slots + r - 2, slots - 1))
 
 
-@runtime_checkable
-class CompiledStep(Protocol):
+class CompiledStep(abc.ABC):
     """A step that knows its own pull-back, and takes several items at once."""
 
     inspected: bool
 
+    @abc.abstractmethod
     def __call__(self, state: Any, hyper: Sequence[Tensor], unit: Any) -> tuple[Any, Any]:
         """Take the steps of a unit."""
 
+    @abc.abstractmethod
     def units(self, items: Sequence[Any]) -> Sequence[Any]:
         """Divide items into units."""
 
+    @abc.abstractmethod
     def pull(self, state: Any, hyper: Sequence[Tensor], unit: Any, cotangents: Cotangents) -> Cotangents:
         """Pull cotangents of the state after a unit back to the state before it, and to hyper."""
 
+    @abc.abstractmethod
     def push(
         self, state: Any, hyper: Sequence[Tensor], unit: Any, flows: Cotangents
     ) -> tuple[Any, Any, Cotangents] | None:

@@ -169,9 +169,9 @@ class BDAStep:
             upper = no_gradients(points)
             if big_f is not None:
                 upper = gradients(big_f, points, "upper", item.k, create_graph=graph, tasks=tasks)
+        state = InnerState(state.params, state.rule, buffers)
         new = self.update(state, lower, upper, settings, weights, self.hyper.fill(hyper))
-        record = Record(f.detach(), None if big_f is None else big_f.detach())
-        return new._replace(buffers=buffers), record
+        return new, Record(f.detach(), None if big_f is None else big_f.detach())
 
     def losses(
         self,
@@ -224,8 +224,9 @@ def gradients(
         )
     found = no_gradients(points)
     if loss.requires_grad:
+        total = loss if loss.numel() == 1 else loss.sum()
         found = torch.autograd.grad(
-            loss.sum(), points, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
+            total, points, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
         )
     if level == "lower" and all(g is None for g in found):
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def tensors(tree: Any) -> list[Tensor]:
 def _collect(tree: Any, found: list[Tensor]) -> None:
     if isinstance(tree, Tensor):
         found.append(tree)
-    elif isinstance(tree, tuple | list):
+    elif isinstance(tree, (tuple, list)):
         for item in tree:
             _collect(item, found)
     elif isinstance(tree, dict):
@@ -71,16 +71,16 @@ def named_leaves(tree: Any, name: str) -> tuple[list[tuple[str, Any]], pytree.Tr
     return [(name + pytree.keystr(path), leaf) for path, leaf in leaves], spec
 
 
-@runtime_checkable
-class Filler(Protocol):
+class Filler:
     """A leaf that becomes a value once the tensors of the slots are known."""
 
     def fill(self, values: Sequence[Tensor]) -> Any:
         """Return the value."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
-class Slot:
+class Slot(Filler):
     """Stands for the tensor number `index`."""
 
     index: int
@@ -91,7 +91,7 @@ class Slot:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Fields:
+class _Fields(Filler):
     """A dataclass (a schedule, a prox) some of whose fields are slots."""
 
     value: Any
@@ -99,6 +99,10 @@ class _Fields:
 
     def fill(self, values: Sequence[Tensor]) -> Any:
         return dataclasses.replace(self.value, **{name: slot.fill(values) for name, slot in self.slots.items()})
+
+
+_LEAF = pytree.tree_structure(0)
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 class Template:
@@ -113,7 +117,7 @@ class Template:
     @classmethod
     def constant(cls, tree: Any) -> Template:
         """Return a template that has no slots: `fill` gives `tree` itself, whatever tensors it holds."""
-        return cls([tree], pytree.tree_structure(0))
+        return cls([tree], _LEAF)
 
     def frozen(self) -> Any:
         """Return what a trace of something filled depends on."""
@@ -170,6 +174,8 @@ class Slots:
             name: What messages call the tree.
             special: Is shown each other leaf with its name, and returns what stands in its place.
         """
+        if type(tree) in _PLAIN or (type(tree) is dict and all(type(value) in _PLAIN for value in tree.values())):
+            return Template.constant(tree)  # most settings; a path for every leaf takes ten times as long
         leaves, spec = named_leaves(tree, name)
         return Template([self._leaf(leaf, path, special) for path, leaf in leaves], spec)
 

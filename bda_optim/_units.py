@@ -36,13 +36,21 @@ class Units(Sequence[Unit]):
 
     def __init__(self, items: Sequence[Item], table: Tensor, modes: Sequence[tuple[str, ...]]) -> None:
         self._items, self._table, self._modes = items, table, modes
+        self._kept = getattr(items, "eager", True)  # the batches are held by their list anyway
         self._bounds: list[tuple[int, int]] = []
         self._known: dict[int, Unit] = {}
+        self._forms: dict[Hashable, Form] = {}
 
     def between(self, start: int, stop: int) -> Unit:
-        """Return the unit of these steps."""
+        """Return the unit of these steps; where they have the batches of another one, they share its form."""
         items = tuple(self._items[i] for i in range(start, stop))
-        return Unit(items, self._table[start:stop], Form(items, tuple(self._modes[start:stop])))
+        modes = tuple(self._modes[start:stop])
+        if not self._kept:
+            return Unit(items, self._table[start:stop], Form(items, modes))
+        same = (tuple(id(item.batch) for item in items), modes)
+        if same not in self._forms:
+            self._forms[same] = Form(items, modes)
+        return Unit(items, self._table[start:stop], self._forms[same])
 
     def divided(self, size: int) -> Units:
         """Divide into units of `size` steps, and the rest into single ones."""
@@ -56,7 +64,7 @@ class Units(Sequence[Unit]):
 
     def __getitem__(self, index: Any) -> Any:
         unit = self._known.get(index) or self.between(*self._bounds[index])
-        if getattr(self._items, "eager", True):  # the batches are held by their list anyway
+        if self._kept:
             self._known[index] = unit
         return unit
 
@@ -67,6 +75,7 @@ class Form:
     def __init__(self, items: Sequence[Item], modes: tuple[tuple[str, ...], ...]) -> None:
         self.tensors: list[Tensor] = []
         self.modes = modes
+        self.number: int | None = None  # an engine's short name for the key
         known: dict[int, _Nth] = {}
         self._batches = []
         for item in items:

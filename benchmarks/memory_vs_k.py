@@ -36,7 +36,8 @@ reached  ours, Checkpointed, compiled, K=100000, GiB: 0.192 (<= 1)
 Missed: Checkpointed() grows by 1/15.6 of higher's growth at K=1000 instead of 1/20 (44.7 MiB; 32 stored states are
 10.4 MiB, and a replayed segment of 32 recorded steps is about 22 MiB at higher's 0.7 MiB a step). The rest are holes
 in the heap: with MALLOC_MMAP_THRESHOLD_=8192, where every larger block goes back to the system at once, the same run
-grows by 30.6 MiB, and with slots=10 by 8.9 instead of 23 to 32 MiB (higher was not run so, and it is slower). What makes the holes is not known: the losses of the steps in one tensor instead of 1000 changed it by 2 MiB only.
+grows by 30.6 MiB, and with slots=10 by 8.9 instead of 23 to 32 MiB (higher was not run so, and it is slower).
+What makes the holes is not known: the losses of the steps in one tensor instead of 1000 changed it by 2 MiB only.
 slots=10 reaches 1/30. Compiled, Checkpointed() takes 1.01 times eager Unroll instead of 1.00. The errors of 3e-3 are
 those of float32 after 1000 steps of a ReLU network, in which activations flip (higher, and code by hand: 8e-4); in
 float64 the hypergradients by hand and of Checkpointed() at K=1000 differ by 7e-16. This run exited with status 1,
