@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
+import secrets
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -33,12 +34,17 @@ def device(name: str) -> torch.device:
     """Return the device of that name, or say which ones there are."""
     try:
         found = torch.device(name)
-        torch.empty(0, device=found)
+        torch.empty(1, device=found).item()  # the device "meta" has tensors, but no numbers
     except (RuntimeError, AssertionError) as error:
         there = ["cpu", *(kind for kind in ("cuda", "mps") if getattr(torch, kind).is_available())]
-        message = f"{name!r} cannot be used here; got: {str(error).splitlines()[0]} Available: {', '.join(there)}."
+        message = f"{name!r} cannot be used here; got: {shorten(error)}. Available: {', '.join(there)}."
         raise argparse.ArgumentTypeError(message) from None
     return found
+
+
+def shorten(error: BaseException) -> str:
+    """Return the beginning of a message: torch's run to thousands of characters."""
+    return textwrap.shorten(str(error), 120, placeholder=" ...").rstrip(".")
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -47,15 +53,15 @@ def device(name: str) -> torch.device:
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Let `write` fill a file beside `path`, then rename it: whoever looks sees the old file or the new one, whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # not mkstemp, whose files only the owner can read
     try:
-        with os.fdopen(handle, "wb") as file:
+        with beside.open("xb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        beside.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
         raise
 
 
@@ -84,11 +90,11 @@ class Checkpoint:
             return None
         try:
             found = torch.load(self.path, weights_only=True)
-            state, settings = found["state"], found["settings"]
+            state, settings = dict(found["state"]), dict(found["settings"])
         except Exception as error:
             raise SystemExit(
-                f"{self.path} is not a checkpoint of this script, or is damaged; got: {error!r}. Delete it, or run "
-                "without --resume."
+                f"{self.path} is not a checkpoint of this script, or is damaged; got: {type(error).__name__}: "
+                f"{shorten(error)}. Delete it, or run without --resume."
             ) from error
         if settings != self.settings:
             keys = sorted(self.settings.keys() | settings.keys())
