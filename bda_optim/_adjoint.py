@@ -26,7 +26,7 @@ from torch import Tensor
 
 from . import _graph
 from ._replay import CompiledStep, Replay, Replayed, fresh, refuse_captured
-from ._tangent import Attached, identity, push
+from ._tangent import Attached, identity, push, scalars
 from ._tree import any_requires_grad, detach, replace_tensors, tensors
 from ._types import Step
 
@@ -197,7 +197,7 @@ class ForwardMode:
                 return Unroll()(step, state, hyper, items)
         given = [*tensors(state), *hyper]
         inputs = [t for t in given if t.requires_grad]
-        size = sum(t.numel() for t in inputs)
+        size = sum(map(scalars, inputs))
         if size > self.limit:
             raise ValueError(
                 f"`ForwardMode` carries one tangent per scalar that requires grad and takes at most {self.limit}; "

@@ -227,7 +227,7 @@ class ParameterRule:
         moves: list[Move | None] = []
         states: list[RuleState] = []
         for i, (grad, before, param) in enumerate(zip(grads, state, params, strict=True)):
-            if grad is None:
+            if grad is None or param.numel() == 0:  # a mean over nothing would be NaN, in Adafactor
                 moves.append(None)
                 states.append(before)
                 continue
@@ -598,7 +598,8 @@ class Adafactor(ParameterRule):
     def _start(self, param: Tensor, s: Settings) -> RuleState:
         if param.dim() < 2:
             return {"step": 0, "variance": torch.zeros_like(param)}
-        rows, columns = torch.zeros_like(param[..., :1]), torch.zeros_like(param[..., :1, :])
+        *front, height, width = param.shape
+        rows, columns = param.new_zeros(*front, height, 1), param.new_zeros(*front, 1, width)
         return {"step": 0, "row_var": rows, "col_var": columns}
 
     def _move(self, grad: Tensor, state: RuleState, param: Tensor, s: Settings) -> tuple[Move, RuleState]:

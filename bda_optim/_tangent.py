@@ -16,18 +16,36 @@ Flows = list[Tensor | None]
 
 
 def identity(leaves: Sequence[Tensor], size: int) -> Flows:
-    """Return the derivatives of `leaves` with respect to the P = `size` scalars of those that require grad."""
+    """Return the derivatives of `leaves` with respect to the P = `size` real scalars of those that require grad."""
     found: Flows = []
     offset = 0
     for leaf in leaves:
         if not leaf.requires_grad:
             found.append(None)
             continue
-        flow = torch.zeros(size, leaf.numel(), dtype=leaf.dtype, device=leaf.device)
-        flow[offset : offset + leaf.numel()] = torch.eye(leaf.numel(), dtype=leaf.dtype, device=leaf.device)
-        found.append(flow.reshape(size, *leaf.shape))
-        offset += leaf.numel()
+        count = scalars(leaf)
+        flow = torch.zeros(size, count, dtype=leaf.real.dtype, device=leaf.device)
+        flow[offset : offset + count] = torch.eye(count, dtype=flow.dtype, device=leaf.device)
+        found.append(_from_real(flow, (size, *leaf.shape), leaf.dtype))
+        offset += count
     return found
+
+
+def scalars(tensor: Tensor) -> int:
+    """Return how many real numbers a tensor has: two for each complex one."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return a tensor as real numbers; a complex one gets a last dimension of 2."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _from_real(numbers: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Undo `_real`, whatever the shape in between."""
+    if not dtype.is_complex:
+        return numbers.reshape(shape)
+    return torch.complex(*numbers.reshape(*shape, 2).unbind(-1))
 
 
 def push(outputs: Sequence[Tensor], inputs: Sequence[Tensor], flows: Flows) -> Flows:
@@ -81,10 +99,10 @@ class Attached(torch.autograd.Function):
         for carries, cotangent in zip(ctx.carries, cotangents, strict=True):
             flow = next(flows) if carries else None
             if flow is not None and cotangent is not None:
-                parts.append(flow.reshape(len(flow), -1) @ cotangent.reshape(-1))
+                parts.append(_real(flow).reshape(len(flow), -1) @ _real(cotangent).reshape(-1))
         if not parts:
             return (None,) * (2 + len(ctx.inputs))
         total = torch.stack(parts).sum(0)
-        pieces = total.split([math.prod(shape) for shape, _, _ in ctx.inputs])
+        pieces = total.split([math.prod(shape) * (2 if dtype.is_complex else 1) for shape, dtype, _ in ctx.inputs])
         whole = zip(pieces, ctx.inputs, strict=True)
-        return None, None, *(p.reshape(shape).to(device, dtype) for p, (shape, dtype, device) in whole)
+        return None, None, *(_from_real(p, shape, dtype).to(device, dtype) for p, (shape, dtype, device) in whole)

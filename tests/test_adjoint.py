@@ -91,6 +91,27 @@ def test_derivatives_of_a_curved_loop(adjoint: Any) -> None:
 
 
 @exact
+def test_derivatives_of_a_complex_loop(adjoint: Any) -> None:
+    """A complex number counts as two real ones: torch's gradient is dF/dRe + i dF/dIm."""
+    x, y0 = leaf(0.7, -0.4), torch.tensor([1.0 + 0.5j, -0.3 + 2.0j], dtype=torch.complex128, requires_grad=True)
+    c = torch.tensor(0.2 - 0.6j, dtype=torch.complex128, requires_grad=True)
+
+    def step(y: Tensor, hyper: tuple[Tensor, ...], k: int) -> tuple[Tensor, None]:
+        x, c = hyper
+        return y - 0.3 * torch.sin(x * y.conj() + c / k) * torch.complex(x, 0 * x).exp(), None
+
+    def value() -> Tensor:
+        y, _ = adjoint(step, y0, (x, c), numbers(4))
+        return (y.real**2 + y.imag**3 + y.real * y.imag).sum()
+
+    found = torch.autograd.grad(value(), [x, y0, c])
+    for leaf_, grad in zip((x, y0, c), found, strict=True):
+        real = torch.view_as_real(leaf_.detach()) if leaf_.is_complex() else leaf_.detach()
+        want = difference_quotients(value, [real])[0]
+        torch.testing.assert_close(torch.view_as_real(grad) if grad.is_complex() else grad, want, rtol=1e-7, atol=1e-9)
+
+
+@exact
 def test_records_come_in_order(adjoint: Any) -> None:
     _, records = adjoint(affine, double(1.0), (leaf(0.9), leaf(0.4)), numbers(6))
     assert records == numbers(6)

@@ -262,6 +262,23 @@ def test_complex_parameters_are_two_real_ones(case: Case) -> None:
 
 
 @every_case
+def test_parameters_without_elements_are_no_trouble(case: Case) -> None:
+    """Means over nothing would be NaN, and would reach the derivative of the rate."""
+    lr = torch.tensor(0.1, requires_grad=True)
+
+    def loss(params: Sequence[Tensor], x: Tensor, k: int) -> Tensor:
+        return (params[0] - x).square().sum() + sum(p.sum() for p in params[1:])
+
+    params = [torch.tensor([0.5, -1.0]), torch.zeros(0), torch.zeros(0, 3), torch.zeros(2, 0)]
+    found, _ = unroll(case.rule, case.settings(lr=lr), params, loss=loss, steps=3, graph=True)
+    assert [p.shape for p in found] == [p.shape for p in params]
+    alone, _ = unroll(case.rule, case.settings(lr=lr), params[:1], loss=loss, steps=3, graph=True)
+    assert torch.equal(found[0], alone[0])
+    slopes = [torch.autograd.grad(sum(p.sum() for p in some), lr)[0] for some in (found, alone)]
+    assert torch.equal(*slopes) and slopes[0].isfinite()
+
+
+@every_case
 def test_adopted_state_goes_on_as_torch_does(case: Case) -> None:
     reference = Reference(case, start())
     for steps in (0, 7, 1):  # an empty state; a running one; and another round
