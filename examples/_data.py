@@ -32,7 +32,8 @@ import tarfile
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple, NoReturn
 
@@ -96,11 +97,13 @@ SOURCES = {
 }
 BY_HAND = """\
 mini-ImageNet cannot be downloaded by a script: its images are from ImageNet, which asks for an account.
-1. Get ILSVRC2012_img_train.tar from https://image-net.org (free for research), or a copy of mini-ImageNet.
-2. Get train.csv, val.csv and test.csv (columns filename, label) from
+1. Get train.csv, val.csv and test.csv (columns filename, label) from
    https://github.com/twitter-research/meta-learning-lstm/tree/master/data/miniImagenet
-3. Put the three files into {folder}, and the images into {folder}/images/<filename> or
-   {folder}/<label>/<filename>. They are resized when they are read."""
+   and put them into {folder}.
+2. Get the images that they name: a copy of mini-ImageNet, or make it from ImageNet's training set (image-net.org) with
+   https://github.com/yaoyao-liu/mini-imagenet-tools
+   and put them into {folder}/images/<filename> or {folder}/<label>/<filename>.
+   They are resized when they are read."""
 
 
 def missing(name: str, root: Path, looked_for: Iterable[Path | str]) -> NoReturn:
@@ -117,6 +120,15 @@ def missing(name: str, root: Path, looked_for: Iterable[Path | str]) -> NoReturn
 
 def damaged(path: Path, what: object) -> NoReturn:
     raise SystemExit(f"{path} is damaged or not the expected file; got: {what}. Delete it and get it again.")
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Say which file it was that could not be read."""
+    try:
+        yield
+    except (EOFError, KeyError, OSError, ValueError, tarfile.TarError, zipfile.BadZipFile, zlib.error) as error:
+        damaged(path, repr(error))
 
 
 # --- loaders ----------------------------------------------------------------------------------------------------------
@@ -157,10 +169,8 @@ def idx_data(name: str, folder: str, root: Path) -> tuple[Tensor, Tensor, Tensor
 
 def read_idx(path: Path) -> Tensor:
     """Two zero bytes, the type (8: uint8), the number of dimensions, their sizes as big-endian int32, the data."""
-    try:
+    with reading(path):
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (EOFError, OSError, ValueError) as error:
-        damaged(path, error)
     if len(content) < 4 or content[:3] != b"\0\0\x08":
         damaged(path, f"a file that starts with {content[:4]!r}")
     start = 4 + 4 * content[3]
@@ -179,7 +189,7 @@ def omniglot(root: Path) -> Split:
     folder = root / "omniglot-py"
     ready = folder / "omniglot28.npz"
     if ready.exists():
-        with np.load(ready) as found:
+        with reading(ready), np.load(ready) as found:
             paper, split = found["images"], found["vinyals_split"]
     else:
         drawings, splits = [], []
@@ -207,12 +217,12 @@ def vinyals_split(part: str, alphabet: str, character: str) -> str:
 
 def omniglot_part(unpacked: Path, packed: Path) -> Iterable[tuple[str, str, np.ndarray]]:
     """Yield alphabet, character and its twenty images; alphabet/character/*.png, unpacked or not."""
-    with contextlib.ExitStack() as stack:
+    where = unpacked if unpacked.is_dir() else packed
+    with reading(where), contextlib.ExitStack() as stack:
         if unpacked.is_dir():
-            where = unpacked
             read = {path.relative_to(unpacked).as_posix(): path.read_bytes for path in unpacked.glob("*/*/*.png")}
         else:
-            where, archive = packed, stack.enter_context(zipfile.ZipFile(packed))
+            archive = stack.enter_context(zipfile.ZipFile(packed))
             read = {name: functools.partial(archive.read, name) for name in archive.namelist() if name.endswith(".png")}
         classes: dict[tuple[str, ...], list[np.ndarray]] = {}
         for name in tqdm(sorted(read), desc=unpacked.name, leave=False, disable=None):
@@ -242,7 +252,7 @@ def cifar_fs(root: Path) -> Split:
     if (folder / "train.bin").exists() and (folder / "test.bin").exists():
         images, names = cifar_binary(lambda name: (folder / name).read_bytes(), folder)
     elif archive.exists():
-        with tarfile.open(archive) as packed:
+        with reading(archive), tarfile.open(archive) as packed:
             contents = {Path(m.name).name: packed.extractfile(m).read() for m in packed if m.isfile()}  # type: ignore
         images, names = cifar_binary(contents.__getitem__, archive)
     elif (sheets / "cifar100-sheets.zip").exists():
@@ -274,7 +284,7 @@ def cifar_binary(read: Callable[[str], bytes], where: Path) -> tuple[Tensor, lis
 
 def cifar_sheets(path: Path) -> tuple[Tensor, list[str]]:
     """A sheet per class, 30 rows of 20 images; index.json has the names."""
-    with zipfile.ZipFile(path) as archive:
+    with reading(path), zipfile.ZipFile(path) as archive:
         entries = sorted(json.loads(archive.read("index.json"))["classes"], key=lambda entry: entry["fine_label"])
         images = torch.empty(len(entries), 600, 3, 32, 32, dtype=torch.uint8)
         for number, entry in enumerate(tqdm(entries, desc="CIFAR-100", leave=False, disable=None)):
@@ -309,7 +319,7 @@ def mini_imagenet(root: Path, size: int = 84) -> Split:
             path = next((place for place in places if place.exists()), None)
             if path is None:
                 missing("mini_imagenet", root, [place.relative_to(root) for place in places])
-            with Image.open(path) as image:
+            with reading(path), Image.open(path) as image:
                 pixels = np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.LANCZOS))
             classes.setdefault(label, []).append(torch.from_numpy(pixels.copy()).permute(2, 0, 1))
         counts = {label: len(images) for label, images in classes.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch and matplotlib load, and inherited by the scripts that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +28,15 @@ def _same_start() -> Iterator[None]:
     yield
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(grad_enabled)
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder with the complete data sets of the examples; tests on them are skipped where it is not there."""
+    path = Path(os.environ.get("BDA_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+    if not (path / "MNIST" / "raw").is_dir():
+        pytest.skip(f"no data sets in {path}; set BDA_DATA to the folder that holds MNIST/, omniglot-py/, ...")
+    return path
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
