@@ -29,7 +29,7 @@ LAYERS = (
     },
     {"_objective", "_step", "_replay", "_adjoint", "_mixed", "_divergence", "_guard"},
     {"_rollout", "_engine", "_units"},
-    {"_module", "_optimizer", "_innerloop", "compat", "diagnose", "__init__"},
+    {"_module", "_optimizer", "_innerloop", "compat", "diagnose", "distributed", "__init__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 PEERS = {2, 3, 4}  # the layers whose modules may import one another
