@@ -301,6 +301,12 @@ def modules_in_fsdp(folder: Path) -> None:
     same_on_all(found)
     states = [s["exp_avg"] for s in outer.state.values()]
     assert states and all(s.to_local().numel() < s.numel() for s in states), "the optimizer's states are sharded"
+    sharded, averager, outer = fsdp()
+    for _ in range(2):
+        mine = distributed.shard(tasks(world + 1))
+        with averager(weight=len(mine[0])):
+            adapt(averager.local, mine)
+    assert relative_error([g.full_tensor() for g in grads(sharded)], [2 * g for g in alone(world + 1)]) < EXACT
     with pytest.raises(ValueError, match=r"pass it as `local=`"):
         distributed.Averager(sharded)
     with pytest.raises(ValueError, match="must be a copy"):
