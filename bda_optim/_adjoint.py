@@ -227,6 +227,7 @@ def _push(
         count = len(inputs) - len(hyper)
         after, record = step(replace_tensors(state, inputs[:count]), tuple(inputs[count:]), item)
     refuse_captured(tensors(after), inputs)
+    _graph.refuse_once_differentiable(tensors(after))
     if isinstance(step, CompiledStep):
         step.inspected = True
     return detach(after), record, push(tensors(after), inputs, flows)

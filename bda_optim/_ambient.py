@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.backends import cuda
+from torch.backends import cuda, mha
 from torch.utils import checkpoint as torch_checkpoint
 
 from ._tree import is_differentiable
@@ -44,7 +44,7 @@ class _PlainAttention(contextlib.AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._before = [is_on() for is_on, _ in _ATTENTION]
-        for (_, switch), wanted in zip(_ATTENTION, (True, False, False, False), strict=True):
+        for (_, switch), wanted in zip(_ATTENTION, (True, False, False, False, False), strict=True):
             switch(wanted)
 
     def __exit__(self, *error: object) -> None:
@@ -57,6 +57,7 @@ _ATTENTION: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
     (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    (mha.get_fastpath_enabled, mha.set_fastpath_enabled),  # has no derivative at all, and `vmap` hides that one is due
 )
 _PLAIN_ATTENTION = _Shared(_PlainAttention())
 

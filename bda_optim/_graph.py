@@ -15,6 +15,7 @@ _NO_SECOND_DERIVATIVE = {
     "EmbeddingBagBackwardBackward0": ("EmbeddingBag", "an Embedding followed by mean or sum"),
     "CdistBackwardBackward0": ("cdist", "(a.unsqueeze(-2) - b.unsqueeze(-3)).norm(dim=-1)"),
     "PdistBackwardBackward0": ("pdist", "norms of differences"),
+    "MovingSingularVectorsBackward": ("spectral_norm in training mode", "it in eval mode (that sub-module suffices)"),
 }
 _NO_FORMULA = "torch::autograd::NotImplemented"  # the node of any operation whose derivative torch does not have
 

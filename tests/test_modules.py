@@ -42,7 +42,6 @@ class Case(NamedTuple):
     args: Callable[[], tuple[Any, ...]] = lambda: (numbers(4, 3),)
     call: Callable[..., Tensor] = lambda net, *args: net(*args)
     reference: bool = True  # False: torch's own second derivative is wrong, or functional_call cannot do it
-    differences: bool = True  # False: torch takes as constant what is not
 
 
 class Tied(nn.Module):
@@ -256,14 +255,6 @@ ZOO: dict[str, Case] = {
     "dropout": Case(lambda: nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 2))),
     "tied weights": Case(Tied),
     "frozen and unused": Case(FrozenAndUnused),
-    # In training torch updates the singular vectors, and differentiates as if they were constants. Converged, they are
-    # the same in a loop that updates them once more (`innerloop_ctx`).
-    "spectral norm": Case(
-        linear_with(lambda m: parametrizations.spectral_norm(m, n_power_iterations=100)), differences=False
-    ),
-    "spectral norm by hook": Case(
-        linear_with(lambda m: nn.utils.spectral_norm(m, n_power_iterations=100)), differences=False
-    ),
     "spectral norm in eval": Case(lambda: linear_with(parametrizations.spectral_norm)().eval()),
     "spectral norm by hook in eval": Case(lambda: linear_with(nn.utils.spectral_norm)().eval()),
     "orthogonal": Case(linear_with(parametrizations.orthogonal)),
@@ -395,7 +386,7 @@ def test_unroll_equals_a_loop_of_functional_calls(name: str) -> None:
     assert gradient.abs().min() > 1e-8
 
 
-@pytest.mark.parametrize("name", [name for name, case in ZOO.items() if case.differences])
+@pytest.mark.parametrize("name", ZOO)
 def test_hypergradient_by_finite_differences(name: str) -> None:
     problem, eps = Problem(ZOO[name]), 1e-5
     gradient = problem.gradient(problem.unroll())
@@ -465,6 +456,13 @@ class Connectionist(nn.Module):
         return F.ctc_loss(scores, targets, *lengths)
 
 
+# torch has a second derivative, which takes the singular vectors as constants, although the forward pass moves them.
+MOVING = {
+    "spectral norm": Case(linear_with(parametrizations.spectral_norm)),
+    "spectral norm by hook": Case(linear_with(nn.utils.spectral_norm)),
+    "converged spectral norm": Case(linear_with(lambda m: parametrizations.spectral_norm(m, n_power_iterations=100))),
+    "spectral norm under a linear loss": Case(linear_with(nn.utils.spectral_norm), call=lambda net, x: net[0](x)),
+}
 ONCE = {
     "EmbeddingBag": Case(lambda: nn.EmbeddingBag(6, 3, mode="sum"), lambda: (torch.tensor([[0, 1], [2, 5]]),)),
     "cdist": Case(Distances),
@@ -488,6 +486,49 @@ def test_without_a_second_derivative_there_is_a_clear_error_and_first_order_work
     first = problem.unroll(adjoint=bda.FirstOrder(), copy_initial_weights=False)
     problem.upper(first, problem.hyper, None).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in problem.module.parameters())
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_a_spectral_norm_in_training_mode_is_refused_and_first_order_works(name: str) -> None:
+    problem = Problem(MOVING[name])
+    problem.lower = lambda net, hyper, batch: hyper[0] * problem.case.call(net, *problem.args).sum()
+    message = r"no second derivative of `spectral_norm in training mode`.*in eval mode"
+    with untouched(problem.module):
+        for adjoint in (bda.Unroll(), bda.Checkpointed(), bda.Checkpointed(slots=2), bda.ForwardMode()):
+            with pytest.raises(NotImplementedError, match=message):
+                problem.unroll(adjoint=adjoint)
+        with (
+            bda.innerloop_ctx(problem.module, problem.optimizer()) as (fmodel, diffopt),
+            pytest.raises(NotImplementedError, match=message),
+        ):
+            diffopt.step(problem.lower(fmodel, problem.hyper, None), problem.upper(fmodel, problem.hyper, None))
+    before = [b.clone() for b in problem.module.buffers()]
+    first = problem.unroll(adjoint=bda.FirstOrder(), copy_initial_weights=False)
+    problem.upper(first, problem.hyper, None).backward()
+    assert all(p.grad is not None for p in problem.module[0].parameters())
+    if name != "converged spectral norm":
+        after = first.buffer_dict.values()
+        assert all((a - b).abs().max() > 1e-9 for a, b in zip(after, before, strict=True)), "the vectors moved"
+
+
+def test_tasks_with_attention_in_eval_mode() -> None:
+    """Under `vmap` nothing seems to require grad, and torch would take a path that has no derivative."""
+    for make in (Attention, lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)):
+        problem = Problem(Case(lambda make=make: make().eval(), sequences))
+        x = torch.stack([numbers(3, 5, 4, seed=s) for s in (1, 2)])
+
+        def lower(net: Any, hyper: Tensor, batch: Tensor) -> Tensor:
+            return hyper[0] * net(batch).square().mean() + hyper[1] * net(batch).sin().mean()
+
+        inner = problem.optimizer(alpha=0.0)
+        together = inner.unroll(problem.module, lower, hyper=problem.hyper, steps=K, batches=[x] * K, tasks=2)
+        got = torch.autograd.grad(together.losses(lower, problem.hyper, x).sum(), problem.hyper)[0]
+        want = torch.zeros(3)
+        for task in x:
+            alone = inner.unroll(problem.module, lower, hyper=problem.hyper, steps=K, batches=[task] * K)
+            want += torch.autograd.grad(lower(alone, problem.hyper, task), problem.hyper)[0]
+        torch.testing.assert_close(got, want, **TIGHT)
+        assert torch.backends.mha.get_fastpath_enabled()
 
 
 class Recomputing(nn.Module):
