@@ -84,9 +84,10 @@ class Skeleton:
         return cudnn.flags(enabled=False) if self._recurrent and cudnn.is_available() else contextlib.nullcontext()
 
     def lay_params(self, names: Iterable[str], values: Iterable[Tensor]) -> None:
-        """Put `values` in the place of the named parameters."""
+        """Put `values` in the place of the named parameters, in the dtypes that the module computes in."""
         for name, value in zip(names, values, strict=True):
-            self.params[name].put(value)
+            place = self.params[name]
+            place.put(value.to(place.original.dtype))  # the same tensor, unless there is a master copy
 
     def lay_buffers(self, values: Sequence[Tensor], *, copy: bool = True) -> None:
         """Put `values`, or copies that a forward pass may overwrite, in the place of all buffers."""

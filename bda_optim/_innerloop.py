@@ -17,7 +17,7 @@ from ._functional import Skeleton
 from ._graph import refuse_once_differentiable
 from ._module import FunctionalModule
 from ._optimizer import BDAInnerOptimizer, from_torch, refuse_extrapolation
-from ._plan import check_ambient, check_count
+from ._plan import check_ambient, check_count, in_master
 from ._prox import NO_HYPER
 from ._settings import check_group
 from ._step import Group, Update, gradients, no_gradients
@@ -42,6 +42,7 @@ def innerloop_ctx(
     last: int | None = None,
     first_order: bool = False,
     on_divergence: str = "raise",
+    master: torch.dtype | None = None,
 ) -> Iterator[tuple[FunctionalModule, DiffOptimizer]]:
     """Open an inner loop on a functional copy of `model`; the model and the optimizer are not touched.
 
@@ -57,6 +58,7 @@ def innerloop_ctx(
         first_order: Take the inner gradients as constants (first-order MAML).
         on_divergence: "raise" looks once, on leaving, whether all losses and the parameters are finite; "ignore" does
             not. (`diffopt.check()` looks at any time.)
+        master: A wider dtype to keep and update y in, as torch.float32, while the module computes in its own.
 
     Yields:
         The functional module and the differentiable optimizer, whose `step` takes the losses.
@@ -83,6 +85,7 @@ def innerloop_ctx(
     inner, skeleton = from_torch(opt), Skeleton(model)
     names, originals = inner._owned(model)
     state = inner._initial(originals, skeleton, copy_initial_weights=copy_initial_weights, device=device)
+    state = in_master(state, master)
     if device is not None:
         for place in skeleton.params.values():
             place.put(place.original.to(device))

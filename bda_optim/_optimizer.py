@@ -15,7 +15,7 @@ from ._divergence import check_choice
 from ._functional import Skeleton, module_slot
 from ._module import FunctionalModule
 from ._objective import Loss, ModuleObjective, OverTasks
-from ._plan import check_ambient, in_chunks
+from ._plan import check_ambient, in_chunks, in_master
 from ._prox import NO_HYPER
 from ._rollout import Problem, expand, join
 from ._rules import resolve
@@ -105,6 +105,7 @@ class BDAInnerOptimizer(Optimizer):
         copy_initial_weights: bool = True,
         chunk_size: int | None = None,
         on_divergence: str = "raise",
+        master: torch.dtype | None = None,
     ) -> FunctionalModule:
         """Run K inner steps on `model` and return it with y_K inside, differentiable as the adjoint decides.
 
@@ -125,6 +126,7 @@ class BDAInnerOptimizer(Optimizer):
             copy_initial_weights: Whether y_0 is a constant; if False, gradients reach the module's own parameters.
             chunk_size: How many tasks run at once; fewer need less memory, if the adjoint is `Checkpointed`.
             on_divergence: "raise", "stop" or "ignore": what becomes of a loop that is not finite (see `rollout`).
+            master: A wider dtype to keep and update y in, as torch.float32, while the module computes in its own.
 
         Returns:
             A module that is called like `model`; `params`, `buffer_dict` and `trace` show what is inside.
@@ -145,7 +147,7 @@ class BDAInnerOptimizer(Optimizer):
                 lower, upper, rule=self.rule, groups=self._groups(), slots=slots.copy(), hyper=template, steps=steps,
                 batches=some, tasks=size, names=names, on_divergence=on_divergence,
             )  # fmt: skip
-            state = self._initial(originals, skeleton, copy_initial_weights=copy_initial_weights)
+            state = in_master(self._initial(originals, skeleton, copy_initial_weights=copy_initial_weights), master)
             if size is not None:
                 state = expand(state, size, self.rule)
             objective = ModuleObjective(skeleton, names, others, template)

@@ -8,8 +8,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from ._tree import Slots, describe, map_tensors, tensors
-from ._types import Item
+from ._tree import Slots, describe, is_differentiable, map_tensors, tensors
+from ._types import InnerState, Item
 
 
 def check_ambient() -> None:
@@ -151,3 +151,19 @@ def _check_batches(batches: Any, steps: int) -> None:
             f"`batches` must have one batch per step; got {len(batches)} batches for steps={steps}. "
             "Pass as many as there are steps, for example `[batch] * steps`."
         )
+
+
+def in_master(state: InnerState, master: torch.dtype | None) -> InnerState:
+    """Return a state with the parameters and the rule's memory of them in a wider dtype; None leaves them as they are.
+
+    What is wider than `master` already stays.
+    """
+    if master is None:
+        return state
+    if not isinstance(master, torch.dtype) or not master.is_floating_point:
+        raise TypeError(f"`master` must be a floating-point dtype, as torch.float32, or None; got {master!r}.")
+
+    def widen(t: Tensor) -> Tensor:
+        return t.to(master) if is_differentiable(t) and torch.promote_types(t.dtype, master) == master else t
+
+    return state._replace(params=tuple(map(widen, state.params)), rule=map_tensors(widen, state.rule))
