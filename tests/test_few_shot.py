@@ -1,0 +1,327 @@
+"""The few-shot example: its episodes, the gradients of its six methods, a run that is killed, and the tables."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("PIL")
+pytest.importorskip("tqdm")
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "examples" / "few_shot.py"
+RESULTS = sorted((ROOT / "examples" / "results").glob("few_shot_*.json"))
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))
+        yield importlib.import_module("few_shot")
+
+
+@pytest.fixture
+def settings(example: ModuleType) -> Any:
+    return dataclasses.replace(example.SMOKE, ways=3, shots=2, tasks=3)
+
+
+def tasks_of(example: ModuleType, settings: Any, count: int = 3) -> Any:
+    """Tasks in float64."""
+    tasks = example.draw(example.made()["train"], count, settings, settings.queries, 0, rotate=True)
+    return tasks._replace(support=tasks.support.double(), query=tasks.query.double())
+
+
+def learner_of(example: ModuleType, settings: Any, method: Any) -> Any:
+    torch.manual_seed(1)
+    net = example.Conv4((1, 28, 28), 4, settings.ways).double()
+    return example.Learner(method, net, settings)
+
+
+# --- episodes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+def test_episodes(example: ModuleType, settings: Any, rotate: bool) -> None:
+    images = torch.arange(5 * 7 * 4, dtype=torch.uint8).view(5, 7, 1, 2, 2)  # every image is another one
+    tasks = example.draw(images, 6, settings, 4, 3, rotate=rotate)
+    assert tasks.support.shape == (6, 3 * 2, 1, 2, 2) and tasks.query.shape == (6, 3 * 4, 1, 2, 2)
+    assert tasks.count == 6
+    again = example.draw(images, 6, settings, 4, 3, rotate=rotate)
+    assert all(torch.equal(one, other) for one, other in zip(tasks, again, strict=True))
+    assert not torch.equal(tasks.support, example.draw(images, 6, settings, 4, 4, rotate=rotate).support)
+    for task in range(6):
+        labels = torch.cat((tasks.support_labels[task], tasks.query_labels[task]))
+        assert labels.bincount().tolist() == [6, 6, 6]
+        drawn = (torch.cat((tasks.support[task], tasks.query[task])) * 255).round().long()
+        numbers = drawn.flatten(1).amin(1) // 4  # whatever the rotation: which of the 35 images
+        turns = drawn.flatten(1).argmin(1)
+        assert rotate or not turns.any()
+        characters = {(int(label), int(n) // 7, int(t)) for label, n, t in zip(labels, numbers, turns, strict=True)}
+        assert len(characters) == 3 == len({(n, t) for _, n, t in characters})  # a class is one character, one way up
+        assert len({(int(n), int(t)) for n, t in zip(numbers, turns, strict=True)}) == 18  # no image twice
+
+
+def test_the_methods_see_the_same_and_the_parts_do_not_mix(example: ModuleType, tmp_path: Path) -> None:
+    args = type("Args", (), {"device": torch.device("cpu"), "out": tmp_path, "resume": False})
+    data = example.made()
+    runs = [example.Run(name, 1, data, example.SMOKE, args) for name in ("maml", "bda")]
+    for part in (example.TRAIN, example.VALIDATION, example.TEST):
+        first, second = (run.tasks(part, 5, 2) for run in runs)
+        assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    starts = [run.learner.net.backbone.state_dict() for run in runs]
+    assert all(torch.equal(value, starts[1][name]) for name, value in starts[0].items())
+    known = {part: {bytes(image.numpy()) for image in images.flatten(0, 1)} for part, images in data.items()}
+    for part, name in ((example.VALIDATION, "val"), (example.TEST, "test")):
+        tasks = runs[0].tasks(part, 0, 2)
+        for image in torch.cat((tasks.support, tasks.query), 1).flatten(0, 1):
+            assert bytes((image * 255).round().to(torch.uint8).numpy()) in known[name]
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def by_hand(net: Any, task: Any, method: Any, rates: list[Tensor]) -> Tensor:
+    """The upper loss of one task, with nothing of the library's; `rates` are Meta-SGD's."""
+    names = [name for name, _ in net.named_parameters() if method.whole or name.startswith("head")]
+    params = dict(net.named_parameters())
+    y = {name: params[name] if method.whole else torch.zeros_like(params[name]) for name in names}
+    support, support_labels, query, query_labels = task
+    cut = method.steps - (method.last or method.steps)
+    for k in range(1, method.steps + 1):
+        y = {name: value if value.requires_grad else value.requires_grad_() for name, value in y.items()}
+        now = {**params, **y}
+        low = F.cross_entropy(functional_call(net, now, support), support_labels)
+        high = F.cross_entropy(functional_call(net, now, query), query_labels)
+        g_low = torch.autograd.grad(low, list(y.values()), create_graph=True)
+        g_high = torch.autograd.grad(high, list(y.values()), create_graph=True)
+        alpha = method.alpha / k if method.decay else method.alpha
+        each = rates or [method.lr] * len(names)
+        y = {
+            name: value - alpha * method.lr * up - (1 - alpha) * rate * down
+            for (name, value), rate, down, up in zip(y.items(), each, g_low, g_high, strict=True)
+        }
+        if k <= cut:
+            y = {name: value.detach() for name, value in y.items()}
+    return F.cross_entropy(functional_call(net, {**params, **y}, query), query_labels)
+
+
+@pytest.mark.parametrize("name", ["maml", "meta-sgd", "rhg", "t-rhg", "bda"])
+def test_gradient_is_that_of_a_loop_by_hand(example: ModuleType, settings: Any, name: str) -> None:
+    method = dataclasses.replace(example.METHODS[name], steps=3)
+    learner, tasks = learner_of(example, settings, method), tasks_of(example, settings)
+    losses = learner.gradient(tasks)
+    found = [p.grad.clone() for p in learner.variables]
+    expected_losses = torch.stack(
+        [by_hand(learner.net, task, method, learner.rates) for task in zip(*tasks, strict=True)]
+    )
+    expected = torch.autograd.grad(expected_losses.mean(), learner.variables)
+    torch.testing.assert_close(losses, expected_losses.detach(), rtol=1e-9, atol=1e-12)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-10)
+    assert max(float(g.abs().max()) for g in found) > 1e-4
+
+
+def test_the_methods_differ(example: ModuleType, settings: Any) -> None:
+    """Otherwise the truncation or the aggregation would not be there."""
+    tasks, found = tasks_of(example, settings), {}
+    for name in ("rhg", "t-rhg", "bda"):
+        learner = learner_of(example, settings, example.METHODS[name])
+        learner.gradient(tasks)
+        found[name] = torch.cat([p.grad.flatten() for p in learner.variables])
+    for one, other in (("rhg", "t-rhg"), ("rhg", "bda"), ("t-rhg", "bda")):
+        assert (found[one] - found[other]).norm() > 1e-3 * found[one].norm()
+
+
+def test_reptile_moves_to_what_sgd_finds(example: ModuleType, settings: Any) -> None:
+    method = example.METHODS["reptile"]
+    learner, tasks = learner_of(example, settings, method), tasks_of(example, settings)
+    learner.gradient(tasks)
+    ends = []
+    for support, support_labels, query, query_labels in zip(*tasks, strict=True):
+        net = copy.deepcopy(learner.net)
+        sgd = torch.optim.SGD(net.parameters(), lr=method.lr)
+        images = torch.cat((support.view(3, 2, 1, 28, 28), query.view(3, 2, 1, 28, 28)), 1)
+        labels = torch.cat((support_labels.view(3, 2), query_labels.view(3, 2)), 1)
+        for step in range(method.steps):
+            sgd.zero_grad()
+            F.cross_entropy(net(images[:, step % 4]), labels[:, step % 4]).backward()
+            sgd.step()
+        ends.append([p.detach() for p in net.parameters()])
+    for p, *found in zip(learner.net.parameters(), *ends, strict=True):
+        torch.testing.assert_close(p.grad, p.detach() - torch.stack(found).mean(0), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["maml", "meta-sgd", "reptile", "rhg", "t-rhg", "bda"])
+def test_an_upper_iteration_can_be_divided(example: ModuleType, settings: Any, name: str) -> None:
+    """The gradient of four tasks is the mean of those of two and two: what several processes would average."""
+    learner, tasks = learner_of(example, settings, example.METHODS[name]), tasks_of(example, settings, 4)
+    learner.gradient(tasks)
+    whole = [p.grad.clone() for p in learner.variables]
+    halves = []
+    for start in (0, 2):
+        learner.gradient(tasks.part(start, start + 2))
+        halves.append([p.grad.clone() for p in learner.variables])
+    for one, first, second in zip(whole, *halves, strict=True):
+        torch.testing.assert_close(one, (first + second) / 2, rtol=1e-8, atol=1e-11)
+
+
+def test_evaluation_adapts_to_the_support_set_alone(example: ModuleType, settings: Any) -> None:
+    """With the same backbone BDA predicts what RHG does, and a task's result does not depend on its neighbours."""
+    tasks = tasks_of(example, settings)
+    same = dataclasses.replace(example.METHODS["bda"], alpha=0.0)
+    found = [learner_of(example, settings, method).evaluate(tasks) for method in (example.METHODS["bda"], same)]
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    learner = learner_of(example, settings, example.METHODS["bda"])
+    scores = learner.predict(tasks.support, tasks.support_labels, tasks.query)
+    alone = learner.predict(tasks.support[1:2], tasks.support_labels[1:2], tasks.query[1:2])
+    torch.testing.assert_close(scores[1:2], alone)
+    losses, accuracies = learner.evaluate(tasks)
+    for task in range(3):
+        expected = F.cross_entropy(scores[task], tasks.query_labels[task])
+        assert losses[task].item() == pytest.approx(expected.item())
+        right = (scores[task].argmax(1) == tasks.query_labels[task]).double().mean()
+        assert accuracies[task].item() == pytest.approx(right.item())
+
+
+@pytest.mark.parametrize("name", ["maml", "bda"])
+def test_coloured_images(example: ModuleType, settings: Any, name: str) -> None:
+    images = torch.randint(0, 256, (4, 6, 3, 32, 32), dtype=torch.uint8)
+    tasks = example.draw(images, 2, settings, 2, 0, rotate=False)
+    learner = example.Learner(example.METHODS[name], example.Conv4((3, 32, 32), 4, 3), settings)
+    losses = learner.iterate(tasks, 0)
+    assert losses.shape == (2,) and losses.isfinite().all()
+    assert learner.predict(tasks.support, tasks.support_labels, tasks.query).shape == (2, 6, 3)
+
+
+@pytest.mark.parametrize("name", ["maml", "meta-sgd", "reptile", "rhg", "t-rhg", "bda"])
+def test_every_method_learns(example: ModuleType, name: str) -> None:
+    settings = dataclasses.replace(example.SMOKE, iterations=25, tasks=4, upper_lr=0.01, filters=8)
+    torch.manual_seed(0)
+    data = example.made()
+    learner = example.Learner(example.METHODS[name], example.Conv4((1, 28, 28), 8, 5), settings)
+    held = example.draw(data["train"], 10, settings, 2, 10**6, rotate=False)
+    before = learner.evaluate(held)[0].mean()
+    for iteration in range(25):
+        learner.iterate(example.draw(data["train"], 4, settings, 2, iteration, rotate=False), iteration)
+    assert learner.evaluate(held)[0].mean() < 0.85 * before
+
+
+# --- the script -------------------------------------------------------------------------------------------------------
+
+
+def start(out: Path, *options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), "--out", str(out), *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def without_times(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text())
+    del found["date"]
+    for method in found["methods"].values():
+        del method["seconds"]
+    return found
+
+
+def test_a_killed_run_goes_on_and_ends_the_same(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    options = ("--smoke", "--methods", "meta-sgd", "reptile", "bda", "--seeds", "3", "4")
+    first = start(killed, *options)
+    while not list(killed.glob("checkpoints/reptile-4.pt")):  # some are under way then, others not begun
+        assert first.poll() is None, first.stderr.read()
+        time.sleep(0.01)
+    first.send_signal(signal.SIGKILL)
+    assert first.wait() == -signal.SIGKILL
+    first.communicate()
+    assert not (killed / "made_5way_1shot.json").exists()
+
+    runs = start(whole, *options), start(killed, *options, "--resume")
+    outputs = [run.communicate() for run in runs]
+    assert all(run.returncode == 0 for run in runs), outputs
+    found = [without_times(out / "made_5way_1shot.json") for out in (whole, killed)]
+    assert found[0] == found[1]
+    for path in sorted((whole / "checkpoints").iterdir()):
+        one, other = (torch.load(out / "checkpoints" / path.name)["state"] for out in (whole, killed))
+        assert one["net"].keys() == other["net"].keys()
+        assert all(torch.equal(value, other["net"][key]) for key, value in one["net"].items())
+        assert all(torch.equal(*pair) for pair in zip(one["rates"], other["rates"], strict=True))
+    assert "100%" in outputs[1][1]  # the progress bar
+
+    table = outputs[0][0]
+    assert re.search(r"^\| BDA \| \d+\.\d\d ± \d+\.\d\d \|", table, re.M) and "| MAML" not in table
+    for out in (whole, killed):
+        png = (out / "made_5way_1shot.png").read_bytes()
+        assert png.startswith(b"\x89PNG\r\n") and len(png) > 20_000
+    assert set(found[0]["methods"]) == {"meta-sgd", "reptile", "bda"}
+    assert [len(curve) for curve in found[0]["methods"]["bda"]["curves"]] == [2, 2]
+
+
+def test_missing_data_says_where_to_get_it(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["few_shot.py", "--out", str(out), "--data", str(tmp_path / "nothing")])
+    with pytest.raises(SystemExit, match=r"(?s)omniglot is not there.*_data.py omniglot"):
+        example.main()
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--methods", "anil"], "invalid choice: 'anil'"),
+        (["--ways", "1"], "--ways must be at least 2"),
+        (["--dataset", "made"], "invalid choice: 'made'"),
+    ],
+)
+def test_bad_options_are_refused(
+    example: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["few_shot.py", *options])
+    with pytest.raises(SystemExit):
+        example.main()
+    assert message in capsys.readouterr().err
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def test_upper_iterations_until(example: ModuleType) -> None:
+    curve = [[10, 1.0, 0.3], [20, 0.9, 0.5], [30, 0.8, 0.4], [40, 0.7, 0.6]]
+    assert [example.until(curve, target) for target in (0.2, 0.45, 0.55, 0.7)] == [10, 20, 40, None]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_the_readme_has_the_table_of_the_results(example: ModuleType, path: Path) -> None:
+    found = json.loads(path.read_text())
+    assert example.table(found) in (ROOT / "examples" / "README.md").read_text("utf-8")
+    assert found["settings"]["test_episodes"] == 600
+    counts = {curve[-1][0] for method in found["methods"].values() for curve in method["curves"]}
+    assert counts == {found["settings"]["iterations"]}  # the same budget for all
