@@ -12,11 +12,14 @@ import json
 import os
 import secrets
 import textwrap
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
+from tqdm import tqdm
 
 
 def arguments(description: str, out: str) -> argparse.ArgumentParser:
@@ -78,10 +81,13 @@ class Checkpoint:
         settings: What the numbers of the run depend on; plain numbers, strings and containers of them. A checkpoint
             that was made with other settings is refused, since going on from it would mix two runs.
         resume: Whether an existing file is taken up. If not, it is overwritten by the first `save`.
+
+    Attributes:
+        seconds: How long `iterations` has run, the time before a `--resume` included.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
-        self.path, self.resume = path, resume
+        self.path, self.resume, self.seconds = path, resume, 0.0
         self.settings = json.loads(json.dumps(settings))  # as it will be read: tuples are lists
 
     def load(self) -> dict[str, Any] | None:
@@ -92,10 +98,7 @@ class Checkpoint:
             found = torch.load(self.path, weights_only=True)
             state, settings = dict(found["state"]), dict(found["settings"])
         except Exception as error:
-            raise SystemExit(
-                f"{self.path} is not a checkpoint of this script, or is damaged; got: {type(error).__name__}: "
-                f"{shorten(error)}. Delete it, or run without --resume."
-            ) from error
+            raise self._refusal(error) from error
         if settings != self.settings:
             keys = sorted(self.settings.keys() | settings.keys())
             changed = [key for key in keys if self.settings.get(key) != settings.get(key)]
@@ -110,3 +113,59 @@ class Checkpoint:
         """Write tensors, numbers, strings and containers of them; nothing that would have to be unpickled as code."""
         whole = {"state": dict(state), "settings": self.settings}
         write_atomically(self.path, lambda file: torch.save(whole, file))
+
+    def iterations(self, total: int, label: str, *, every: int | None = None, **parts: Any) -> Iterator[int]:
+        """Yield 0, ..., total - 1 beside a progress bar, saving now and then; with `resume` only what is left of it.
+
+        Args:
+            total: How many iterations the whole run has.
+            label: What the progress bar is called.
+            every: After how many iterations the parts are saved; they are after the last one. By default a fiftieth.
+            **parts: All that an iteration reads and changes: modules, optimizers, generators, tensors (changed in
+                place), lists of plain values. With `resume` they are set to what was saved.
+        """
+        for name, part in parts.items():
+            if not isinstance(part, Tensor | list | torch.Generator) and not hasattr(part, "load_state_dict"):
+                what = "must be a module, an optimizer, a generator, a tensor or a list"
+                raise TypeError(f"`{name}` {what}; got {part!r}. Keep it in a tensor or a list.")
+        done, begin = 0, time.perf_counter()
+        if (state := self.load()) is not None:
+            try:
+                for name, part in parts.items():
+                    _set_state(part, state[name])
+                done, self.seconds = state["done"], state["seconds"]
+            except (KeyError, TypeError, ValueError, RuntimeError) as error:
+                raise self._refusal(error) from error
+        before, every = self.seconds, every or max(1, total // 50)
+        for i in tqdm(range(done, total), label, total, initial=done):
+            yield i
+            self.seconds = before + time.perf_counter() - begin
+            if (i + 1) % every == 0 or i + 1 == total:
+                states = {name: _state(part) for name, part in parts.items()}
+                self.save({**states, "done": i + 1, "seconds": self.seconds})
+
+    def _refusal(self, error: Exception) -> SystemExit:
+        got = f"{type(error).__name__}: {shorten(error)}"
+        return SystemExit(
+            f"{self.path} is not a checkpoint of this script, or is damaged; got: {got}. Delete it, or run without "
+            "--resume."
+        )
+
+
+def _state(part: Any) -> Any:
+    if isinstance(part, Tensor):
+        return part.detach()
+    if isinstance(part, list):
+        return part
+    return part.get_state() if isinstance(part, torch.Generator) else part.state_dict()
+
+
+def _set_state(part: Any, state: Any) -> None:
+    if isinstance(part, Tensor):
+        part.detach().copy_(state)
+    elif isinstance(part, list):
+        part[:] = state
+    elif isinstance(part, torch.Generator):
+        part.set_state(state)
+    else:
+        part.load_state_dict(state)

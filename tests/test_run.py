@@ -242,3 +242,72 @@ def refused(path: Path) -> None:
     assert message.startswith(f"{path} is not a checkpoint of this script, or is damaged; got: ")
     assert message.endswith("Delete it, or run without --resume.") and len(message) < len(str(path)) + 400
     assert path.read_bytes() == before
+
+
+# --- runs that go on --------------------------------------------------------------------------------------------------
+
+
+class Parts:
+    """A run that depends on one part of each kind."""
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(3, 1)
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.1)
+        self.random = torch.Generator().manual_seed(0)
+        self.mean = torch.zeros(3, requires_grad=True)
+        self.losses: list[float] = []
+        self.checkpoint = checkpoint(path, resume=resume)
+
+    def run(self, total: int, stop: int | None = None, every: int | None = None) -> list[int]:
+        parts = {name: part for name, part in vars(self).items() if name != "checkpoint"}
+        seen = []
+        for i in self.checkpoint.iterations(total, "label", every=every, **parts):
+            seen.append(i)
+            x = torch.rand(5, 3, generator=self.random)
+            self.mean.data.lerp_(x.mean(0), 0.1)
+            self.optimizer.zero_grad()
+            loss = (self.net(x - self.mean.detach()) - 1).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.losses.append(loss.item())
+            if i + 1 == stop:
+                break
+        return seen
+
+
+@pytest.mark.parametrize("stop", [1, 2, 7, 20])
+def test_a_run_that_was_cut_off_ends_the_same(tmp_path: Path, stop: int) -> None:
+    whole = Parts(tmp_path / "whole.pt", resume=False)
+    assert whole.run(20, every=2) == [*range(20)]
+    cut = Parts(tmp_path / "cut.pt", resume=False)
+    assert cut.run(20, stop=stop, every=2) == [*range(stop)]
+    again = Parts(tmp_path / "cut.pt", resume=True)
+    saved = (stop - 1) // 2 * 2  # the loop ends within iteration `stop`, before that is saved
+    assert again.run(20, every=2) == [*range(saved, 20)]
+    assert again.losses == whole.losses and torch.equal(again.mean, whole.mean)
+    assert all(map(torch.equal, again.net.parameters(), whole.net.parameters()))
+    assert torch.equal(again.random.get_state(), whole.random.get_state())
+    assert again.checkpoint.seconds > 0
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    first = Parts(tmp_path / "state.pt", resume=False)
+    first.run(5)
+    again = Parts(tmp_path / "state.pt", resume=True)
+    assert again.run(5) == [] and again.losses == first.losses
+    assert again.checkpoint.seconds == first.checkpoint.seconds
+    assert Parts(tmp_path / "state.pt", resume=False).run(5) == [*range(5)]
+
+
+def test_a_part_that_the_checkpoint_does_not_have(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "state.pt").save({"done": 1, "seconds": 0.0})
+    with pytest.raises(SystemExit, match="is not a checkpoint of this script, or is damaged; got: KeyError: 'mean'"):
+        [*checkpoint(tmp_path / "state.pt").iterations(3, "label", mean=torch.zeros(2))]
+
+
+def test_a_part_without_a_state(tmp_path: Path) -> None:
+    with pytest.raises(
+        TypeError, match="`count` must be a module, an optimizer, a generator, a tensor or a list; got 3"
+    ):
+        [*checkpoint(tmp_path / "state.pt").iterations(3, "label", count=3)]
