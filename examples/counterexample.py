@@ -14,7 +14,8 @@ There are two ways to run the upper level, and both are shown:
 
     python examples/counterexample.py
 
-prints a table and writes the paper's three figures; --help lists the options.
+prints a table and writes it as JSON, beside the paper's three figures; --help lists the options. Nothing is random, y
+has two elements, and it takes half a minute: there is no seed, no device to choose and nothing to resume.
 
 Reference: Liu, Mu, Yuan, Zeng, Zhang, "A Generic First-Order Algorithmic Framework for Bi-Level Programming Beyond
 Lower-Level Singleton", ICML 2020: the counter-example, and the experiments on synthetic problems.
@@ -30,8 +31,10 @@ from typing import NamedTuple
 
 import matplotlib
 import torch
+from _run import write_atomically, write_json
 from matplotlib.figure import Figure
 from torch import Tensor
+from tqdm import tqdm
 
 import bda_optim as bda
 
@@ -232,27 +235,32 @@ def weights(iterations: int = ITERATIONS) -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="BDA against RHG on the paper's counter-example.")
-    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder for the PNG files (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder for JSON and PNG files (%(default)s)")
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help="upper iterations (%(default)s)")
     parser.add_argument("--steps", type=int, nargs="+", default=STEPS, metavar="K", help="up to three K (8 16 64)")
+    parser.add_argument("--smoke", action="store_true", help="2 iterations at K = 2 and 3, to see that all is there")
     args = parser.parse_args()
+    if args.smoke:
+        args.iterations, args.steps = 2, (2, 3)
     if args.iterations < 1 or min(args.steps) < 1 or len(args.steps) > len(COLORS):
         parser.error("--iterations and each K must be at least 1, and at most three K fit into the figure")
 
     print(f"x* = 1, y* = (1, 1). Rates: lower {LOWER_LR}, upper {UPPER_LR}, x {X_LR}. Start: x0 = {X0:g}, y0 = (2, 2).")
     print("RHG: alpha = 0. BDA: alpha_k = 0.5 / k.\n")
-    print(table([row(steps, args.iterations) for steps in args.steps], args.iterations), flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
+    rows = [row(steps, args.iterations) for steps in tqdm(args.steps, "table")]
+    print(table(rows, args.iterations), flush=True)
+    found = {"iterations": args.iterations, "order": ["RHG", "BDA"], "rows": [r._asdict() for r in rows]}
+    write_json(args.out / "counterexample.json", found)
     figures = {
-        "initialisations": initialisations(args.iterations),
-        "lower_steps": lower_steps(args.steps, args.iterations),
-        "weights": weights(args.iterations),
+        "initialisations": lambda: initialisations(args.iterations),
+        "lower_steps": lambda: lower_steps(args.steps, args.iterations),
+        "weights": lambda: weights(args.iterations),
     }
-    print("\nFigures:")
-    for name, drawn in figures.items():
-        path = args.out / f"counterexample_{name}.png"
-        drawn.savefig(path, dpi=120)
-        print(f"  {path}")
+    paths = []
+    for name, draw in tqdm(figures.items(), "figures"):
+        paths.append(args.out / f"counterexample_{name}.png")
+        write_atomically(paths[-1], lambda file, draw=draw: draw().savefig(file, dpi=120))
+    print("\nWritten:", args.out / "counterexample.json", *paths, sep="\n  ")
 
 
 if __name__ == "__main__":
