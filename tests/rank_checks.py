@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from problems import relative_error
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -318,6 +317,8 @@ def modules_in_fsdp(folder: Path) -> None:
 def fsdp(seed: int = 0) -> tuple[nn.Module, distributed.Averager, torch.optim.Optimizer]:
     model = Net(seed)
     local = copy.deepcopy(model)
+    from torch.distributed.fsdp import fully_shard  # takes seconds, and most runs do without
+
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(model.backbone, mesh=mesh)
     fully_shard(model, mesh=mesh)

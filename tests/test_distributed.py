@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -113,3 +116,27 @@ import bda_optim.distributed
 assert "torch.distributed.tensor" not in sys.modules and "torch.distributed.checkpoint" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
+
+
+def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *arguments]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")]), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_a_rank_that_dies_ends_the_others_and_a_new_run_resumes(tmp_path: Path) -> None:
+    script = str(Path(__file__).with_name("rank_run.py"))
+    done = torchrun(2, script, str(tmp_path), "1")
+    lasted = time.time() - float((tmp_path / "died").read_text())
+    assert done.returncode != 0 and not (tmp_path / "final.pt").exists()
+    assert lasted < 60
+    assert re.search(r"rank +: 1 .*\n *exitcode +: -9 ", done.stderr), done.stderr[-3000:]
+    done = torchrun(2, script, str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, *got = torch.load(tmp_path / "final.pt", weights_only=True)
+    assert first == 5
+    model = rank_checks.Net()
+    outer = torch.optim.Adam(model.parameters(), lr=0.01)
+    rank_checks.train(model, distributed.Averager(model), outer, 10, 3)
+    assert relative_error(got, list(model.parameters())) < rank_checks.EXACT
