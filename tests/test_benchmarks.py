@@ -60,7 +60,19 @@ def test_adjoints(tmp_path: Path) -> None:
     assert all(e["relative_error"] < 1e-3 for e in found["entries"] if not e["name"].startswith("FirstOrder"))
 
 
-@pytest.mark.parametrize("script", ["against_peers", "memory_vs_k", "tasks", "adjoints"])
+def test_scale(tmp_path: Path) -> None:
+    found = smoke("scale", tmp_path, "--only", "mlp")
+    (work,) = found["workloads"]
+    assert all(second > 0 for second in work["seconds"].values()) and work["efficiency"] > 0
+    for row in found["paper"]:
+        sent = list(row["exchange_s"].values())
+        assert sent == sorted(sent), "more ranks never send faster"
+        for kind in ("weak", "strong"):
+            values = list(row[kind].values())
+            assert values == sorted(values, reverse=True) and 0 < values[-1] < values[0] < 1
+
+
+@pytest.mark.parametrize("script", ["against_peers", "memory_vs_k", "tasks", "adjoints", "scale"])
 def test_header_is_question_and_output(script: str) -> None:
     header = (ROOT / "benchmarks" / f"{script}.py").read_text("utf-8").split('"""')[1]
     assert header.splitlines()[0].endswith("?")
