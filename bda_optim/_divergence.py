@@ -40,10 +40,10 @@ def check_choice(value: Any, chunk_size: int | None = None) -> str:
 
 
 class Divergence(NamedTuple):
-    """The first step at which something was not finite, and the error that says so."""
+    """The first step at which something was not finite, and a text that says so."""
 
     k: int
-    error: FloatingPointError
+    told: str  # not an error: one that the frame raising it also holds is freed by the garbage collector only
 
 
 def watched(
@@ -64,10 +64,10 @@ def watched(
         if all_finite(records, last.params):
             return last, records
         del last  # and its graph
-        k, error = locate(step, state, hyper, items, names, records, ambient, rng)
+        k, told = locate(step, state, hyper, items, names, records, ambient, rng)
         if choice == "raise" or k == 1:
-            raise error
-        warnings.warn(f"{error} It was stopped after {k - 1} steps.", RuntimeWarning, stacklevel=4)
+            raise FloatingPointError(told)
+        warnings.warn(f"{told} It was stopped after {k - 1} steps.", RuntimeWarning, stacklevel=4)
         items = items[: k - 1]
         ambient.set_rng(rng)
 

@@ -20,7 +20,7 @@ from ._rules import resolve
 from ._settings import check_group, complete
 from ._step import BDAStep, Group, Update, gradients
 from ._trace import Trace, trace_of
-from ._tree import Slots, Template, describe, is_differentiable, map_tensors, named_leaves, replace_tensors
+from ._tree import Slots, Template, describe, is_differentiable, map_tensors, named_leaves, replace_tensors, unflatten
 from ._tree import tensors as tensors_of
 from ._types import InnerState, Record, Rule
 from ._units import with_plain_counts, with_tensor_counts
@@ -390,4 +390,4 @@ def _mirror(hyper: Any, slots: Slots, grads: Sequence[Tensor]) -> Any:
         return grads[index[id(value)]] if isinstance(value, Tensor) else value
 
     leaves, spec = named_leaves(hyper, "hyper")
-    return torch.utils._pytree.tree_unflatten([leaf(value) for _, value in leaves], spec)
+    return unflatten([leaf(value) for _, value in leaves], spec)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ._tree import detach
 from ._types import Move, Rule, RuleState, Scalar, Settings
 
 _PER_PARAMETER = ("lr", "momentum", "weight_decay")  # these may be a list with one tensor per parameter (Meta-SGD)
@@ -716,7 +717,7 @@ class Transformation:
         new = [_kept(*entry) for entry in zip(pytree.tree_leaves(after), before, leaves, strict=True)]
         moves = [None if g is None or u is None else Move(u, -1.0) for g, u in zip(grads, updates, strict=True)]
         if not tracked:
-            moves, new = pytree.tree_map(_detached, (moves, new))
+            moves, new = detach((moves, new))
         return moves, {form.kind: new}
 
     def _form(self, params: Sequence[Tensor]) -> _Form:

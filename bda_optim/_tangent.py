@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._tree import is_differentiable
+from ._tree import is_differentiable, vmapped
 
 Flows = list[Tensor | None]
 """One derivative per tensor, with the P scalars in front; None where it is zero."""
@@ -52,7 +52,7 @@ def push(outputs: Sequence[Tensor], inputs: Sequence[Tensor], flows: Flows) -> F
     """Push tangents through a recorded step, all of them through the same evaluation of it.
 
     The pull-back of a step is linear in the cotangent, so its transpose, which reverse mode gives as well, is the
-    push-forward; `is_grads_batched` maps it over the tangents.
+    push-forward; `vmap` maps it over the tangents.
     """
     found: Flows = [None] * len(outputs)
     moving = [(x, flow) for x, flow in zip(inputs, flows, strict=True) if flow is not None]
@@ -65,8 +65,12 @@ def push(outputs: Sequence[Tensor], inputs: Sequence[Tensor], flows: Flows) -> F
     )
     linear = [(p, flow) for p, (_, flow) in zip(pulled, moving, strict=True) if p is not None and p.requires_grad]
     if linear:
-        seeds = [flow for _, flow in linear]
-        pushed = torch.autograd.grad([p for p, _ in linear], duals, seeds, is_grads_batched=True, allow_unused=True)
+        ends = [p for p, _ in linear]
+
+        def one(*seeds: Tensor) -> Sequence[Tensor | None]:
+            return torch.autograd.grad(ends, duals, seeds, allow_unused=True)
+
+        pushed = vmapped(one, [flow for _, flow in linear], randomness="same")
         for i, tangent in zip(targets, pushed, strict=True):
             found[i] = None if tangent is None else tangent.detach()
     return found

@@ -51,13 +51,13 @@ def first_bad_loss(records: Sequence[Record]) -> tuple[int, str] | None:
     return None
 
 
-def diverged(what: str, records: Sequence[Record]) -> FloatingPointError:
-    """Return the error of a loop in which `what` is not finite; `records` end at that step."""
+def diverged(what: str, records: Sequence[Record]) -> str:
+    """Tell of a loop in which `what` is not finite; `records` end at that step."""
     lower = torch.stack([record.lower.reshape(-1).double() for record in records[-_SHOWN:]])
     task = int((~torch.isfinite(lower[-1])).int().argmax())
     told = ", ".join(f"{loss:.4g}" for loss in lower[:, task].tolist())
     of = f" of task {task}" if lower.shape[1] > 1 else ""
-    return FloatingPointError(
+    return (
         f"the inner loop diverged: {what}. Lower `lr` (or `upper_lr`), check the losses for log(0) or 0/0, and look at "
         f"the `trace` of a shorter loop. The last lower losses{of}, up to k={len(records)}: {told}."
     )
@@ -73,6 +73,8 @@ def check_finite(records: Sequence[Record], params: Sequence[Tensor], names: Seq
         return
     bad = first_bad_loss(records)
     if bad is not None:
-        raise diverged(f"the {bad[1]} loss is not finite at step k={bad[0]} of {len(records)}", records[: bad[0]])
+        what = f"the {bad[1]} loss is not finite at step k={bad[0]} of {len(records)}"
+        raise FloatingPointError(diverged(what, records[: bad[0]]))
     wrong = ", ".join(f"`{name}`" for name, p in zip(names, params, strict=True) if not torch.isfinite(p).all())
-    raise diverged(f"the parameters are not finite after the last step, k={len(records)}: {wrong}", records)
+    what = f"the parameters are not finite after the last step, k={len(records)}: {wrong}"
+    raise FloatingPointError(diverged(what, records))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
+from torch._functorch import vmap as torch_vmap
 from torch.utils import _pytree as pytree
 
-# The next three run several times in every step, so they do not go through torch's pytree, which takes six times as
-# long on a rule's state; it still serves for the kinds of nodes that others have registered with it.
+# torch's own pytree serves only for the kinds of nodes that others have registered with it: it takes six times as long
+# on a rule's state, and each call of its `tree_flatten` leaves a reference cycle behind.
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -46,7 +50,60 @@ def map_leaves(function: Callable[[Any], Any], kind: type | tuple[type, ...], tr
         return {key: map_leaves(function, kind, item) for key, item in tree.items()}
     if isinstance(tree, tuple) and hasattr(own, "_fields"):
         return own(*[map_leaves(function, kind, item) for item in tree])
+    if _is_node(tree):
+        return _like(tree, [map_leaves(function, kind, item) for item in _items(tree)])
     return pytree.tree_map_only(kind, function, tree) if own in pytree.SUPPORTED_NODES else tree
+
+
+def _is_node(tree: Any) -> bool:
+    """Whether something is a tuple, list or dict, of whatever class; a shape is a value."""
+    return isinstance(tree, tuple | list | dict) and not isinstance(tree, torch.Size)
+
+
+def _items(node: Any) -> Iterable[Any]:
+    return node.values() if isinstance(node, dict) else node
+
+
+def _like(node: Any, items: list[Any]) -> Any:
+    """Return a container like `node`, of its class, with other items."""
+    own = type(node)
+    if own is tuple or own is list:
+        return own(items)
+    if isinstance(node, tuple):
+        return own(*items) if hasattr(own, "_fields") else own(items)
+    new = copy.copy(node)
+    if isinstance(node, dict):
+        new.update(zip(node, items, strict=True))
+    else:
+        new[:] = items
+    return new
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """Stands for a leaf of a tree; a tree of them is the structure that `flatten` returns."""
+
+    index: int
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of a tree, and its structure."""
+    leaves: list[Any] = []
+    return leaves, _structure(tree, leaves)
+
+
+def _structure(tree: Any, leaves: list[Any]) -> Any:
+    if _is_node(tree):
+        return _like(tree, [_structure(item, leaves) for item in _items(tree)])
+    if type(tree) in pytree.SUPPORTED_NODES:
+        return pytree.tree_map(lambda leaf: _structure(leaf, leaves), tree)
+    leaves.append(tree)
+    return Leaf(len(leaves) - 1)
+
+
+def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
+    """Return a tree of that structure."""
+    return map_leaves(lambda leaf: leaves[leaf.index], Leaf, structure)
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -65,10 +122,24 @@ def replace_tensors(tree: Any, values: Sequence[Any]) -> Any:
     return map_leaves(lambda _: next(source), Tensor, tree)
 
 
-def named_leaves(tree: Any, name: str) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
+def named_leaves(tree: Any, name: str) -> tuple[list[tuple[str, Any]], Any]:
     """Flatten a tree and name every leaf by its path, for example ``hyper['w'][0]``."""
-    leaves, spec = pytree.tree_flatten_with_path(tree)
-    return [(name + pytree.keystr(path), leaf) for path, leaf in leaves], spec
+    leaves, structure = flatten(tree)
+    return list(zip(_names(tree, name), leaves, strict=True)), structure
+
+
+def _names(tree: Any, name: str) -> Iterator[str]:
+    if isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from _names(item, f"{name}[{key!r}]")
+    elif _is_node(tree):
+        for i, item in enumerate(tree):
+            yield from _names(item, f"{name}.{tree._fields[i]}" if hasattr(tree, "_fields") else f"{name}[{i}]")
+    elif type(tree) in pytree.SUPPORTED_NODES:
+        for path, item in pytree.tree_flatten_with_path(tree)[0]:
+            yield from _names(item, name + pytree.keystr(path))
+    else:
+        yield name
 
 
 class Filler:
@@ -101,23 +172,22 @@ class _Fields(Filler):
         return dataclasses.replace(self.value, **{name: slot.fill(values) for name, slot in self.slots.items()})
 
 
-_LEAF = pytree.tree_structure(0)
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 class Template:
     """A tree with slots in the place of tensors."""
 
-    def __init__(self, leaves: list[Any], spec: pytree.TreeSpec) -> None:
+    def __init__(self, leaves: list[Any], spec: Any) -> None:
         """Remember the leaves and which of them are to be filled."""
         self._leaves, self._spec = leaves, spec
         self._fillers = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Filler)]
-        self._constant = None if self._fillers else pytree.tree_unflatten(leaves, spec)
+        self._constant = None if self._fillers else unflatten(leaves, spec)
 
     @classmethod
     def constant(cls, tree: Any) -> Template:
         """Return a template that has no slots: `fill` gives `tree` itself, whatever tensors it holds."""
-        return cls([tree], _LEAF)
+        return cls([tree], Leaf(0))
 
     def frozen(self) -> Any:
         """Return what a trace of something filled depends on."""
@@ -125,7 +195,7 @@ class Template:
 
     def unfilled(self) -> Any:
         """Return the tree with its slots."""
-        return pytree.tree_unflatten(self._leaves, self._spec)
+        return unflatten(self._leaves, self._spec)
 
     def fill(self, values: Sequence[Tensor]) -> Any:
         """Return the tree with the slots' tensors in place."""
@@ -134,7 +204,7 @@ class Template:
         leaves = list(self._leaves)
         for i, filler in self._fillers:
             leaves[i] = filler.fill(values)
-        return pytree.tree_unflatten(leaves, self._spec)
+        return unflatten(leaves, self._spec)
 
 
 def fill(tree: Any, values: Sequence[Tensor]) -> Any:
@@ -215,20 +285,40 @@ def over_tasks(function: Callable[..., Any], *trees: Any) -> Any:
 
     What `function` returns may be any tree; its tensors come back with the task dimension in front.
     """
-    leaves, spec = pytree.tree_flatten(trees)
-    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    given = tensors(trees)
     result: list[Any] = []
 
-    def one(*values: Tensor) -> tuple[Tensor, ...]:
-        mapped = list(leaves)
-        for i, value in zip(where, values, strict=True):
-            mapped[i] = value
-        result[:] = [function(*pytree.tree_unflatten(mapped, spec))]
-        return tuple(tensors(result))
+    def one(*values: Tensor) -> list[Tensor]:
+        result[:] = [function(*replace_tensors(trees, values))]
+        return tensors(result)
 
     # Dropout draws a mask of its own for each task.
-    out = torch.func.vmap(one, randomness="different")(*(leaves[i] for i in where))
-    return replace_tensors(result, out)[0]
+    return replace_tensors(result, vmapped(one, given, randomness="different"))[0]
+
+
+def vmapped(
+    function: Callable[..., Sequence[Tensor | None]], values: Sequence[Tensor], *, randomness: str
+) -> list[Tensor | None]:
+    """Map a function of flat tensors over their first dimension, which is of the same size in all of them.
+
+    This is `torch.func.vmap` without the trees of its arguments: flattening them takes longer than small operations
+    do, and leaves reference cycles behind.
+    """
+    sizes = {value.shape[0] for value in values}
+    if len(sizes) != 1:
+        raise ValueError(f"tensors must have the same first dimension to be mapped over it; got sizes {sorted(sizes)}.")
+    size = sizes.pop()
+    _load_decompositions()
+    level = _functorch._vmap_increment_nesting(size, randomness)
+    try:
+        found = function(*[_functorch._add_batch_dim(value, 0, level) for value in values])
+        return [None if t is None else _functorch._remove_batch_dim(t, level, size, 0) for t in found]
+    finally:
+        _functorch._vmap_decrement_nesting()
+
+
+# What `vmap` needs of some operations.
+_load_decompositions = functools.cache(torch_vmap.lazy_load_decompositions)  # type: ignore[attr-defined]
 
 
 def one_by_one(function: Callable[..., Any], tasks: int, *trees: Any) -> Any:

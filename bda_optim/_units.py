@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ._freeze import freeze
-from ._tree import Slot, tensors
+from ._tree import Slot, flatten, tensors, unflatten
 from ._types import Item
 
 
@@ -79,9 +78,9 @@ class Form:
         known: dict[int, _Nth] = {}
         self._batches = []
         for item in items:
-            leaves, spec = pytree.tree_flatten(item.batch)
+            leaves, spec = flatten(item.batch)
             self._batches.append(([self._place(leaf, known) for leaf in leaves], spec))
-        shapes = [(tuple(map(_comparable, leaves)), spec) for leaves, spec in self._batches]
+        shapes = [(tuple(map(_comparable, leaves)), repr(spec)) for leaves, spec in self._batches]
         self.key = (tuple(shapes), self.modes)
 
     def _place(self, leaf: Any, known: dict[int, _Nth]) -> Any:
@@ -96,7 +95,7 @@ class Form:
         """Yield each batch, with `values` for its tensors."""
         for leaves, spec in self._batches:
             filled = [values[leaf.index] if isinstance(leaf, _Nth) else leaf for leaf in leaves]
-            yield pytree.tree_unflatten(filled, spec)
+            yield unflatten(filled, spec)
 
 
 def with_tensor_counts(state: Any, shape: tuple[int, ...] = ()) -> Any:
@@ -108,14 +107,15 @@ def with_tensor_counts(state: Any, shape: tuple[int, ...] = ()) -> Any:
             return value.contiguous()
         return torch.full(shape, float(value), dtype=torch.float64, device=device) if is_number(value) else value
 
-    return pytree.tree_map(leaf, state)
+    leaves, structure = flatten(state)
+    return unflatten([leaf(value) for value in leaves], structure)
 
 
 def with_plain_counts(state: Any, like: Any) -> Any:
     """Undo `with_tensor_counts`: what is a number in `like` becomes one again."""
-    leaves, spec = pytree.tree_flatten(like)
-    found = zip(pytree.tree_leaves(state), leaves, strict=True)
-    return pytree.tree_unflatten([type(old)(new.max().item()) if is_number(old) else new for new, old in found], spec)
+    leaves, spec = flatten(like)
+    found = zip(flatten(state)[0], leaves, strict=True)
+    return unflatten([type(old)(new.max().item()) if is_number(old) else new for new, old in found], spec)
 
 
 def _comparable(leaf: Any) -> Hashable:
