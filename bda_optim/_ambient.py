@@ -20,36 +20,33 @@ _NO_HOOKS = (
 )
 
 
-class _Shared:
-    """A switch of the whole process that several threads want on: the first turns it on, the last turns it back."""
+class _PlainAttention:
+    """torch's `sdpa_kernel(SDPBackend.MATH)`, at a fifth of its cost: small modules are called in 20 microseconds.
 
-    def __init__(self, switch: contextlib.AbstractContextManager[Any]) -> None:
-        self._switch, self._lock, self._users = switch, threading.Lock(), 0
+    The switches are those of the whole process: the first of several threads turns them, the last turns them back. Both
+    `enter` and `leave` may be interrupted anywhere, if `leave` follows; so `enter` belongs inside the `try`.
+    """
 
-    def __enter__(self) -> None:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users: set[object] = set()
+        self._before: list[bool] | None = None
+
+    def enter(self, user: object) -> None:
         with self._lock:
-            if self._users == 0:
-                self._switch.__enter__()
-            self._users += 1
+            self._users.add(user)
+            if self._before is None:
+                self._before = [is_on() for is_on, _ in _ATTENTION]
+                for (_, switch), wanted in zip(_ATTENTION, (True, False, False, False, False), strict=True):
+                    switch(wanted)
 
-    def __exit__(self, *_: object) -> None:
+    def leave(self, user: object) -> None:
         with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._switch.__exit__(None, None, None)
-
-
-class _PlainAttention(contextlib.AbstractContextManager[None]):
-    """torch's `sdpa_kernel(SDPBackend.MATH)`, at a fifth of its cost: small modules are called in 20 microseconds."""
-
-    def __enter__(self) -> None:
-        self._before = [is_on() for is_on, _ in _ATTENTION]
-        for (_, switch), wanted in zip(_ATTENTION, (True, False, False, False, False), strict=True):
-            switch(wanted)
-
-    def __exit__(self, *error: object) -> None:
-        for (_, switch), before in zip(_ATTENTION, self._before, strict=True):
-            switch(before)
+            self._users.discard(user)
+            if not self._users and self._before is not None:
+                for (_, switch), before in zip(_ATTENTION, self._before, strict=True):
+                    switch(before)
+                self._before = None
 
 
 _ATTENTION: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
@@ -59,7 +56,7 @@ _ATTENTION: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
     (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
     (mha.get_fastpath_enabled, mha.set_fastpath_enabled),  # has no derivative at all, and `vmap` hides that one is due
 )
-_PLAIN_ATTENTION = _Shared(_PlainAttention())
+_PLAIN_ATTENTION = _PlainAttention()
 
 
 def inside_checkpoint() -> bool:
@@ -103,16 +100,17 @@ def surroundings() -> Iterator[None]:
     of the parameters of every step alive. A checkpoint inside the module is refused: it would recompute with parameters
     that are there no longer.
     """
-    cache = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+    cache, user = torch.is_autocast_cache_enabled(), object()
     try:
-        with _PLAIN_ATTENTION:
-            if torch._C._autograd._top_saved_tensors_default_hooks(False):
+        torch.set_autocast_cache_enabled(False)
+        _PLAIN_ATTENTION.enter(user)
+        if torch._C._autograd._top_saved_tensors_default_hooks(False):
+            yield
+        else:
+            with torch.autograd.graph.disable_saved_tensors_hooks(_NO_HOOKS):
                 yield
-            else:
-                with torch.autograd.graph.disable_saved_tensors_hooks(_NO_HOOKS):
-                    yield
     finally:
+        _PLAIN_ATTENTION.leave(user)
         torch.set_autocast_cache_enabled(cache)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -593,6 +594,34 @@ def test_gradients_flow_into_the_batches_of_tasks() -> None:
     assert got.shape == features.shape
     assert relative_error([got], difference_quotients(value, [features])) < 1e-7
     assert relative_error(torch.autograd.grad(value(bda.Checkpointed()), features), [got]) < 1e-10
+
+
+class Renamed(dict):  # type: ignore[type-arg]
+    """A dict of the user's own class, as batches of some data sets are."""
+
+
+@pytest.mark.parametrize("kind", [Renamed, OrderedDict, lambda d: [deque(d.values())], lambda d: Pair(*d.values())])
+def test_containers_of_any_class_are_looked_through(kind: Any) -> None:
+    def lower(y: Tensor, x: Tensor, batch: Any) -> Tensor:
+        a, b = batch.values() if isinstance(batch, dict) else batch[0] if isinstance(batch, list) else batch
+        assert a.shape == (3,) and b.dim() == 0, "a task is seen alone"
+        return ((y * a - x) ** 2).sum() * b
+
+    def run(kind: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        a, x = torch.randn(2, 3).double().requires_grad_(), leaf(0.5)
+        batches = [kind({"a": a, "b": torch.tensor([1.0, 2.0]).double()})] * 3
+        y = bda.rollout(
+            lower, None, double(1.0, 2.0, 3.0), x, steps=3, lr=0.1, batches=batches, tasks=2, adjoint=bda.Checkpointed()
+        )
+        return [y, *torch.autograd.grad(y.sum(), [a, x])]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(kind), run(dict), strict=True))
+
+
+class Pair(NamedTuple):
+    a: Tensor
+    b: Tensor
 
 
 def test_tasks_that_cannot_be_batched_run_one_after_another() -> None:

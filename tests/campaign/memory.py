@@ -81,6 +81,14 @@ class Problem:
             self.y, self.x, steps=4, lr=0.1, alpha=0.3, adjoint=bda.Guarded(bda.Checkpointed(slots=2), limit=1e6),
         )  # fmt: skip
 
+    def compiled(self, adjoint: Any, tasks: int | None = None) -> None:
+        """Few operations: a step of the network above takes minutes to compile."""
+        batches = None if tasks is None else [torch.ones(tasks)] * 2
+        bda.hypergradient(
+            lambda y, x, b: ((y - x) ** 2).sum() * (1.0 if b is None else b), lambda y, x, b: y.sum(),
+            self.y["a"], self.x, steps=2, lr=0.1, adjoint=adjoint, tasks=tasks, batches=batches, compile="reverse",
+        )  # fmt: skip
+
     def compat(self, track: bool = True) -> None:
         with higher.innerloop_ctx(
             self.model, self.opt, copy_initial_weights=False, track_higher_grads=track
@@ -131,8 +139,8 @@ STYLES: dict[str, Callable[[Problem], None]] = {
     "tasks, checkpointed": lambda p: p.many(bda.Checkpointed()),
     "trees": Problem.trees,
     "step in place": Problem.step,
-    "compile": lambda p: p.unroll(bda.Checkpointed(), compile="reverse"),
-    "compile, tasks": lambda p: p.many(bda.Unroll(), compile="reverse"),
+    "compile": lambda p: p.compiled(bda.Unroll()),
+    "compile, tasks": lambda p: p.compiled(bda.Checkpointed(), tasks=4),
     "compat": Problem.compat,
     "compat, not tracked": lambda p: p.compat(track=False),
 }
