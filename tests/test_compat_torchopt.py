@@ -6,13 +6,12 @@ import contextlib
 import copy
 import importlib
 import io
-import runpy
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+import scripts
 import torch
 from torch import Tensor, nn, optim
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,7 +25,6 @@ from bda_optim.compat.torchopt import BDAState, FuncBDA, MetaBDA, with_upper  # 
 from bda_optim.compat.torchopt import bda as transformation  # noqa: E402
 
 STEPS = 5
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -966,6 +964,6 @@ def test_what_torchopt_cannot_do(record_property: Callable[[str, object], None])
 def test_the_example_agrees(capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_default_dtype(torch.float32)
     threads = torch.get_num_threads()
-    runpy.run_path(str(ROOT / "examples" / "migrate_torchopt.py"), run_name="__main__")
+    scripts.run("migrate_torchopt", "--seed", 1)
     torch.set_num_threads(threads)
     assert "largest difference" in capsys.readouterr().out

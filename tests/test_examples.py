@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import scripts
 
 pytest.importorskip("matplotlib")
 
@@ -125,6 +126,25 @@ def test_counterexample_as_a_script(tmp_path: Path) -> None:
         assert str(out / name) in done.stdout
         png = (out / name).read_bytes()
         assert png.startswith(b"\x89PNG\r\n") and len(png) > 20_000
+
+
+def test_the_script_for_higher_agrees(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("higher")
+    scripts.run("migrate_higher_maml", "--seed", 1)
+    shown = capsys.readouterr().out
+    assert len(re.findall(r"largest difference in torch\.float(?:32|64): \d\.\de-", shown)) == 2
+    before, after = map(float, re.search(r"with BDA in the inner loop: query loss (\S+) -> (\S+)", shown).groups())
+    assert after < before / 2
+
+
+@pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "examples").glob("[!_]*.py")))
+def test_every_script_has_help(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        scripts.run(script, "--help")
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--seed" in shown or script == "counterexample"
+    assert "--smoke" in shown or script.startswith("migrate_")
 
 
 def test_the_readme_has_snippets() -> None:
