@@ -147,6 +147,12 @@ def test_every_script_has_help(script: str, capsys: pytest.CaptureFixture[str]) 
     assert "--smoke" in shown or script.startswith("migrate_")
 
 
+def test_the_readme_names_every_script() -> None:
+    table = re.search(r"^## Examples$(.*?)^## ", README, re.DOTALL | re.MULTILINE)[1]
+    named = re.findall(r"^\| `python examples/(\w+)\.py", table, re.MULTILINE)
+    assert sorted(named) == sorted(path.stem for path in (ROOT / "examples").glob("[!_]*.py"))
+
+
 def test_the_readme_has_snippets() -> None:
     assert len(SNIPPETS) >= 6
 
