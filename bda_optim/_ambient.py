@@ -122,7 +122,7 @@ class Ambient:
         self._sample = [t for t in sample if t.device.type not in ("cpu", "meta")]
         kinds = {"cpu", *(t.device.type for t in self._sample)}
         self._autocast = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in sorted(kinds)]
-        self._strays: list[Tensor] = []
+        self._astray: dict[torch.device, Tensor] = {}
         self._known: Tensor | None = None
 
     def rng(self) -> Any:
@@ -142,7 +142,7 @@ class Ambient:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Surround a replay; afterwards the random state is as it was, and a replay that went astray raises."""
-        outside, self._strays = self.rng(), []
+        outside, self._astray = self.rng(), {}
         try:
             with contextlib.ExitStack() as stack:
                 for kind, dtype, enabled in self._autocast:
@@ -151,7 +151,7 @@ class Ambient:
                 yield
         finally:
             self.set_rng(outside)
-        if self._strays and not self._strays[0].is_meta and bool(torch.stack(self._strays).any()):
+        if any(bool(flag) for flag in self._astray.values() if not flag.is_meta):
             raise RuntimeError(
                 "a replayed step gave another result than the first time, so the hypergradient would be wrong; the "
                 "loss or the batches depend on something that is not restored (a torch.Generator, `random`, numpy, a "
@@ -164,4 +164,5 @@ class Ambient:
         for new, old in zip(replayed, stored, strict=True):
             if is_differentiable(new) and new.numel():
                 tolerance = torch.finfo(new.dtype).eps ** 0.5
-                self._strays.append((new.detach() - old).abs().max() > tolerance * (1 + old.abs().max()))
+                far = (new.detach() - old).abs().max() > tolerance * (1 + old.abs().max())
+                self._astray.setdefault(far.device, far).logical_or_(far)  # one flag, not one for each replay

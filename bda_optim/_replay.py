@@ -17,7 +17,8 @@ from torch import Tensor
 
 from . import _graph
 from ._ambient import Ambient
-from ._tree import describe, detach, is_differentiable, map_tensors, replace_tensors, tensors
+from ._shelf import Kept, Ledger, Shelf
+from ._tree import describe, detach, is_differentiable, replace_tensors, tensors
 from ._types import Step
 
 Cotangents = list[Tensor | None]
@@ -74,7 +75,7 @@ class CompiledStep(abc.ABC):
 class Stored(NamedTuple):
     """A state from which steps can be replayed."""
 
-    state: Any
+    kept: Kept
     rng: Any
 
 
@@ -97,11 +98,13 @@ class Replay:
         offload: bool = False,
     ) -> None:
         """Prepare; nothing runs yet."""
-        self._step, self._items, self._every, self._slots, self._offload = step, items, every, slots, offload
+        self._step, self._items, self._every, self._slots = step, items, every, slots
         self._state, self._count = detach(state), len(tensors(state))
         self._compiled = isinstance(step, CompiledStep)
         self._ambient = Ambient(tensors(state))
         self._stored: dict[int, Stored] = {}
+        places = 0 if every == 1 and not offload else len(self._positions()) if every else slots
+        self._shelf = Shelf(state, places, offload=offload)
         self._tape: tuple[list[Tensor], list[Tensor]] | None = None
         self._batch_versions: list[list[int]] = []
         self.names = [f"tensor {i} of the initial state" for i in range(self._count)]
@@ -113,17 +116,19 @@ class Replay:
         """Run all steps without a graph, storing states on the way; return the last state's tensors."""
         state, hyper = self._split(self._state, [t.detach() for t in leaves])
         positions, end = self._positions(), len(self._items)
+        ledger = Ledger(end) if self._every != 1 else None  # with all states in memory, losses are no matter
         for number in range(end):
             if number in positions:
-                self._stored[number] = Stored(self._put_away(state), self._ambient.rng())
+                kept = self._shelf.put(state) if number else Kept(state, None)  # the caller's graph holds the first
+                self._stored[number] = Stored(kept, self._ambient.rng())
             self._batch_versions.append([_version(t) for t in tensors(self._items[number])])
             keep = self._every is None and number == end - 1 and not self._compiled
             if keep or (number == 0 and not getattr(self._step, "inspected", False)):
                 state, record = self._recorded_step(number, state, hyper, keep)
             else:
                 state, record = self._step(state, hyper, self._items[number])
-            self.records.append(record)
-        self.last = state
+            (ledger or self.records).append(record)
+        self.last, self.records = state, ledger.records() if ledger else self.records
         return tensors(state)
 
     def pull(self, leaves: Sequence[Tensor], cotangents: Cotangents) -> Cotangents:
@@ -194,17 +199,18 @@ class Replay:
             if middle not in stored and not (self._tape and middle == stop - 1):
                 stored[middle] = self._advance(stored[start], start, middle, hyper)
             cotangents = self._reverse(stored, middle, stop, slots - 1, hyper, cotangents, total)
-            stored.pop(middle, None)
+            if middle in stored:
+                self._shelf.drop(stored.pop(middle).kept)
             stop = middle
         return self._segment(stored.get(start), start, stop, hyper, cotangents, total)
 
     def _advance(self, source: Stored, start: int, stop: int, hyper: tuple[Tensor, ...]) -> Stored:
         self._ambient.set_rng(source.rng)
-        state = self._fetched(source.state)
+        state = self._shelf.get(source.kept)
         with torch.no_grad():
             for number in range(start, stop):
                 state, _ = self._step(state, hyper, self._item(number))
-        return Stored(self._put_away(state), self._ambient.rng())
+        return Stored(self._shelf.put(state), self._ambient.rng())
 
     def _segment(
         self,
@@ -221,23 +227,29 @@ class Replay:
             return self._compiled_segment(self._step, source, start, stop, hyper, cotangents, total)
         if self._tape is not None:
             (inputs, outputs), self._tape = self._tape, None
-        else:
-            assert source is not None
-            self._ambient.set_rng(source.rng)
-            records = []
-            with torch.enable_grad():
-                inputs = [*fresh(tensors(self._fetched(source.state))), *hyper]
-                state, _ = self._split(source.state, inputs)
-                for number in range(start, stop):
-                    state, record = self._step(state, hyper, self._item(number))
-                    records.append(record)
-            outputs = tensors(state)
-            refuse_captured(outputs, inputs)
-            known = self.last if stop == len(self._items) else getattr(self._stored.get(stop), "state", None)
-            if known is not None:
-                self._ambient.compare(outputs, tensors(self._fetched(known)))
-            self._ambient.compare(_joined(records), _joined(self.records[start:stop]))
-        return self._add(pull_back(outputs, inputs, cotangents), total)
+            return self._add(pull_back(outputs, inputs, cotangents), total)
+        assert source is not None
+        self._ambient.set_rng(source.rng)
+        ledger = Ledger(stop - start)
+        with torch.enable_grad():
+            inputs = [*fresh(tensors(self._shelf.get(source.kept))), *hyper]
+            state, _ = self._split(source.kept.state, inputs)
+            for number in range(start, stop):
+                state, record = self._step(state, hyper, self._item(number))
+                ledger.append(record)
+        outputs = tensors(state)
+        refuse_captured(outputs, inputs)
+        found = pull_back(outputs, inputs, cotangents)
+        self._check(stop, detach(outputs), _joined(ledger.records()), _joined(self.records[start:stop]))
+        return self._add(found, total)
+
+    def _check(self, stop: int, outputs: Sequence[Tensor], losses: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+        """Compare a replayed segment with what is known of the first sweep; after the pull, which freed its graph."""
+        self._ambient.compare(losses, known)
+        if stop == len(self._items):
+            self._ambient.compare(outputs, tensors(self.last))
+        elif stop in self._stored:
+            self._ambient.compare(outputs, tensors(self._shelf.get(self._stored[stop].kept)))
 
     def _compiled_segment(
         self,
@@ -251,11 +263,11 @@ class Replay:
     ) -> Cotangents:
         """Run a segment once more, keeping every state, and pull the cotangents through one item after the other."""
         self._ambient.set_rng(source.rng)
-        way = [Stored(self._fetched(source.state), source.rng)]
+        way = [(self._shelf.get(source.kept), source.rng)]
         with torch.no_grad():
             for number in range(start, stop - 1):
-                state, _ = step(way[-1].state, hyper, self._item(number))
-                way.append(Stored(state, self._ambient.rng()))
+                state, _ = step(way[-1][0], hyper, self._item(number))
+                way.append((state, self._ambient.rng()))
             for number, (state, rng) in zip(reversed(range(start, stop)), reversed(way), strict=True):
                 self._ambient.set_rng(rng)
                 cotangents = self._add(step.pull(state, hyper, self._item(number), cotangents), total)
@@ -268,18 +280,6 @@ class Replay:
             if grad is not None:
                 total[i] = grad if known is None else known + grad
         return found[: self._count]
-
-    def _put_away(self, state: Any) -> Any:
-        """Return a state as it is stored: in the host's memory, if that was asked for."""
-        return map_tensors(_on_host, state) if self._offload else state
-
-    def _fetched(self, state: Any) -> Any:
-        """Return a stored state on the devices where its steps run."""
-        if not self._offload:
-            return state
-        homes = [t.device for t in tensors(self._state)]
-        moved = [t.to(home, non_blocking=True) for t, home in zip(tensors(state), homes, strict=True)]
-        return replace_tensors(state, moved)
 
     def _split(self, state: Any, leaves: Sequence[Tensor]) -> tuple[Any, tuple[Tensor, ...]]:
         return replace_tensors(state, leaves[: self._count]), tuple(leaves[self._count :])
@@ -368,14 +368,6 @@ def changed_in_place(name: str, tensor: Tensor) -> str:
         f"{name} ({describe(tensor)}) was changed in place between the rollout and its backward pass, as an "
         "`optimizer.step()` or a `commit()` does. Call `.backward()` first, or change a copy."
     )
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to pinned memory of the host, without waiting for it; one of the CPU or of meta stays."""
-    if tensor.device.type in ("cpu", "meta"):
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
 
 
 def _version(tensor: Tensor) -> int:

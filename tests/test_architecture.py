@@ -26,6 +26,7 @@ LAYERS = (
         "_ambient",
         "_tangent",
         "_freeze",
+        "_shelf",
     },
     {"_objective", "_step", "_replay", "_adjoint", "_mixed", "_divergence", "_guard"},
     {"_rollout", "_engine", "_units"},

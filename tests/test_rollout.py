@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import bda_optim as bda
+from bda_optim._shelf import Ledger, Shelf
+from bda_optim._types import Record
 
 EXACT = [bda.Unroll(), bda.Checkpointed(), bda.Checkpointed(slots=2), bda.ForwardMode()]
 exact = pytest.mark.parametrize("adjoint", EXACT, ids=str)
@@ -1099,10 +1101,53 @@ def test_chunks_need_tasks() -> None:
         bda.rollout(lambda y, x, b: y.sum(), None, torch.ones(2), steps=2, lr=0.1, tasks=2, chunk_size=0)
 
 
+def test_shelf_stores_copies_in_blocks() -> None:
+    """What is stored does not change with the original or with other places, and keeps its layout."""
+    state = (torch.arange(6.0).view(2, 3), torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last), 7)
+    shelf = Shelf(state, 2, offload=False)
+    first = shelf.put(state)
+    state[0].zero_()
+    second = shelf.put((torch.full((2, 3), 5.0), state[1], 8))
+    assert torch.equal(first.state[0], torch.arange(6.0).view(2, 3)) and first.state[2] == 7
+    assert first.state[1].stride() == state[1].stride() and first.state[0]._version == 1
+    assert first.state[0].untyped_storage().data_ptr() == second.state[0].untyped_storage().data_ptr()
+    third = shelf.put(state)  # no place is left
+    assert third.place is None and third.state[0] is state[0]
+    shelf.drop(first)
+    fourth = shelf.put((torch.full((2, 3), 9.0), state[1], 9))
+    assert fourth.place == first.place and float(first.state[0][0, 0]) == 9.0
+    assert torch.equal(second.state[0], torch.full((2, 3), 5.0)) and second.state[0]._version == 1
+
+
+def test_shelf_keeps_what_does_not_fit() -> None:
+    """Another shape than the first, an expanded tensor: stored as they are."""
+    shelf = Shelf((torch.zeros(2),), 3, offload=False)
+    shelf.put((torch.zeros(2),))
+    other, wide = torch.ones(3), torch.ones(()).expand(4)
+    assert shelf.put((other,)).state[0] is other
+    assert Shelf((wide,), 1, offload=False).put((wide,)).state[0] is wide
+
+
+def test_ledger_returns_records_as_they_came() -> None:
+    ledger = Ledger(4)
+    told = [
+        Record(torch.tensor(1.0), None),
+        Record(torch.tensor(2.0), torch.tensor(3.0)),
+        Record(torch.tensor([4.0, 5.0]), torch.tensor(6.0, dtype=torch.float64)),  # another shape, another type
+        None,
+    ]
+    for record in told:
+        ledger.append(record)
+    got = ledger.records()
+    assert got[0] == (1.0, None) and got[1] == (2.0, 3.0) and got[3] is None
+    assert torch.equal(got[2].lower, torch.tensor([4.0, 5.0])) and got[2].upper.dtype == torch.float64
+    assert isinstance(got[0], Record) and got[0].lower.untyped_storage().nbytes() == 4 * 4
+
+
 @pytest.mark.parametrize("options", [{"every": 2}, {"slots": 2}, {}], ids=str)
 def test_offloaded_states(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved = []
-    monkeypatch.setattr("bda_optim._replay._on_host", lambda t: moved.append(t) or t.clone())
+    moved, put = [], Shelf.put
+    monkeypatch.setattr(Shelf, "put", lambda shelf, state: moved.append(state) or put(shelf, state))
     args = (lambda y, x, b: ((y - x) ** 4).sum(), lambda y, x, b: y.sum(), torch.zeros(2), torch.ones(()))
     got = bda.hypergradient(*args, steps=7, lr=0.1, adjoint=bda.Checkpointed(offload="cpu", **options))
     assert moved and torch.equal(
