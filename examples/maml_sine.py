@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 import bda_optim as bda
 
-METHODS = {"MAML": 1, "pretrained": 0}  # inner steps in training
+METHODS, TEST_STEPS = {"MAML": 1, "pretrained": 0}, (0, 1, 2, 3, 5, 10)  # inner steps in training, in the test
 TASKS, POINTS, INNER_LR, META_LR = 25, 10, 0.01, 1e-3  # waves in a meta-batch, points to adapt to, rates
-TEST_STEPS = (0, 1, 2, 3, 5, 10)
 
 
 def waves(number: int, random: torch.Generator, device: torch.device) -> list[tuple[Tensor, Tensor]]:
@@ -65,13 +64,14 @@ def main() -> None:
         net, seconds = train(method, seed, args)
         with torch.no_grad():
             losses = [loss(adapt(net, lower, steps), None, upper).item() for steps in TEST_STEPS]
-            left.plot(line[0].cpu(), adapt(net, lower, 1)(line)[0].cpu(), label=f"{method}, seed {seed}, after a step")
-        right.semilogy(TEST_STEPS, losses, "o-", label=f"{method}, seed {seed}")
+            left.plot(line[0].cpu(), adapt(net, lower, 1)(line)[0].cpu(), color=f"C{METHODS[method]}")
+        right.semilogy(TEST_STEPS, losses, "o-", color=f"C{METHODS[method]}", label=f"{method}, seed {seed}")
         print(f"{method}, seed {seed}, error after {TEST_STEPS} steps:", *(f"{value:.3f}" for value in losses))
         runs.append({"method": method, "seed": seed, "seconds": seconds, "losses": losses})
-    left.plot(*(t[0].cpu() for t in lower), "k^", label="the ten points of a new wave")
-    right.set(xlabel="gradient steps on ten points", ylabel="mean squared error on other points of 600 new waves")
-    left.legend(), right.legend()
+    left.plot(*(t[0].cpu() for t in lower), "k^")
+    left.set(xlabel="x", title="Fits of a new wave after one step on ten points (triangles)")
+    right.set(xlabel="gradient steps on ten points", title="Mean squared error on other points of 600 new waves")
+    right.legend()
     write_json(args.out / "maml_sine.json", {"iterations": args.iterations, "steps": TEST_STEPS, "runs": runs})
     write_atomically(args.out / "maml_sine.png", lambda file: figure.savefig(file, dpi=120))
 
