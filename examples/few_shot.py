@@ -27,6 +27,8 @@ keeps running statistics, and the images of a query set are classified together.
     python examples/few_shot.py --data DATA                                       # Omniglot, 5-way 1-shot
     python examples/few_shot.py --data DATA --dataset cifar_fs --methods bda rhg t-rhg
     python examples/few_shot.py --smoke                                           # seconds, on made images
+    torchrun --nproc-per-node 2 examples/few_shot.py --data DATA --distributed    # tasks divided among processes
+    accelerate launch --multi_gpu --num_processes 2 examples/few_shot.py --data DATA --distributed
 
 All methods get the same episodes, the same initial backbone and the same number of upper iterations; they take turns,
 so that a run which is stopped has brought all of them equally far. Each has a checkpoint of its own: --resume goes on,
@@ -50,12 +52,14 @@ import _data
 import matplotlib
 import torch
 import torch.nn.functional as F
+from _ranks import first, joined, processes
 from _run import Checkpoint, arguments, write_atomically, write_json
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import bda_optim as bda
+from bda_optim import distributed
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
@@ -211,6 +215,7 @@ class Learner:
         self.test_inner = bda.BDAInnerOptimizer(self.lower_module.parameters(), lr=lr)
         self.variables = [*(net if method.whole else net.backbone).parameters(), *self.rates]
         self.optimizer = torch.optim.Adam(self.variables, lr=settings.upper_lr)
+        self.averager = distributed.Averager(self.variables)
 
     def features(self, images: Tensor) -> Tensor:
         """What the lower variables are applied to: the images themselves, or what the backbone makes of them."""
@@ -250,16 +255,17 @@ class Learner:
         return fmodel.trace.lower[-1]
 
     def gradient(self, tasks: Tasks) -> Tensor:
-        """Write the mean gradient of the tasks into `.grad`, and return their losses.
-
-        To divide an upper iteration among processes, give each a part of the tasks and average the gradients.
-        """
+        """Write the mean gradient of the tasks into `.grad`, and return their losses (of this process's tasks)."""
         self.optimizer.zero_grad()
-        if self.method.reptile:
-            return self.displacement(tasks)
-        losses = self.losses(tasks)
-        losses.mean().backward()
-        return losses.detach()
+        mine = distributed.shard(tasks)
+        with self.averager(weight=mine.count):
+            if mine.count == 0:
+                return torch.zeros(0)
+            if self.method.reptile:
+                return self.displacement(mine)
+            losses = self.losses(mine)
+            losses.mean().backward()
+            return losses.detach()
 
     def iterate(self, tasks: Tasks, iteration: int) -> Tensor:
         """One upper iteration."""
@@ -326,10 +332,10 @@ class Run:
     def evaluate(self, part: int, episodes: int) -> tuple[Tensor, Tensor]:
         size = self.settings.tasks
         found = [
-            self.learner.evaluate(self.tasks(part, start, min(size, episodes - start)))
-            for start in range(0, episodes, size)
+            torch.stack(self.learner.evaluate(self.tasks(part, start, min(size, episodes - start)))).cpu()
+            for start in distributed.shard(range(0, episodes, size))
         ]
-        losses, accuracies = (torch.cat(column).cpu() for column in zip(*found, strict=True))
+        losses, accuracies = torch.cat(joined(found), 1)
         return losses, accuracies
 
     def advance(self, bar: Any) -> None:
@@ -352,7 +358,8 @@ class Run:
             state["test"] = [accuracies.mean().item(), 1.96 * accuracies.std().item() / len(accuracies) ** 0.5]
         net, optimizer = self.learner.net.state_dict(), self.learner.optimizer.state_dict()
         rates = [rate.detach() for rate in self.learner.rates]
-        self.checkpoint.save({"state": state, "net": net, "optimizer": optimizer, "rates": rates})
+        if first():
+            self.checkpoint.save({"state": state, "net": net, "optimizer": optimizer, "rates": rates})
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
@@ -477,7 +484,7 @@ def main() -> None:
     )
     parser.add_argument("--iterations", type=int, default=default.iterations, help="upper iterations")
     parser.add_argument("--tasks", type=int, default=default.tasks, help="tasks per upper iteration")
-    args = parser.parse_args()
+    args = processes(parser)
     chosen = {name: getattr(args, name) for name in ("dataset", "ways", "shots", "iterations", "tasks")}
     if min(args.ways - 1, args.shots, args.iterations, args.tasks) < 1:
         parser.error("--ways must be at least 2; --shots, --iterations and --tasks at least 1")
@@ -487,13 +494,16 @@ def main() -> None:
     runs = {name: [Run(name, seed, data, settings, args) for seed in args.seeds] for name in args.methods}
     waiting = [run for mine in runs.values() for run in mine if run.state["test"] is None]
     done = sum(run.state["iteration"] for mine in runs.values() for run in mine)
-    with tqdm(total=settings.iterations * len(args.seeds) * len(runs), initial=done, unit="it") as bar:
+    total = settings.iterations * len(args.seeds) * len(runs)
+    with tqdm(total=total, initial=done, unit="it", disable=not first()) as bar:
         while waiting:
             run = min(waiting, key=lambda run: run.state["iteration"])  # the one that is furthest behind
             bar.set_description(run.learner.method.title)
             run.advance(bar)
             waiting = [run for run in waiting if run.state["test"] is None]
 
+    if not first():
+        return
     found = results(runs, settings)
     name = f"{settings.dataset}_{settings.ways}way_{settings.shots}shot"
     write_json(args.out / f"{name}.json", found)

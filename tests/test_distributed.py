@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,8 @@ from problems import relative_error
 from ranks import over_ranks
 
 from bda_optim import distributed
+
+ROOT = Path(__file__).resolve().parent.parent
 
 CHECKS = (
     "parts_are_whole",
@@ -115,24 +120,24 @@ assert after == before, sorted(after - before)
 import bda_optim.distributed
 assert "torch.distributed.tensor" not in sys.modules and "torch.distributed.checkpoint" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).parent.parent
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *arguments]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")]), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False, timeout=300)
+def module(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m`` in the checkout."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
 
 
 def test_a_rank_that_dies_ends_the_others_and_a_new_run_resumes(tmp_path: Path) -> None:
     script = str(Path(__file__).with_name("rank_run.py"))
-    done = torchrun(2, script, str(tmp_path), "1")
+    done = module(*TORCHRUN, script, str(tmp_path), "1")
     lasted = time.time() - float((tmp_path / "died").read_text())
     assert done.returncode != 0 and not (tmp_path / "final.pt").exists()
     assert lasted < 60
     assert re.search(r"rank +: 1 .*\n *exitcode +: -9 ", done.stderr), done.stderr[-3000:]
-    done = torchrun(2, script, str(tmp_path))
+    done = module(*TORCHRUN, script, str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     first, *got = torch.load(tmp_path / "final.pt", weights_only=True)
     assert first == 5
@@ -140,3 +145,56 @@ def test_a_rank_that_dies_ends_the_others_and_a_new_run_resumes(tmp_path: Path) 
     outer = torch.optim.Adam(model.parameters(), lr=0.01)
     rank_checks.train(model, distributed.Averager(model), outer, 10, 3)
     assert relative_error(got, list(model.parameters())) < rank_checks.EXACT
+
+
+def few_shot(launch: Sequence[str], out: Path, *options: str) -> torch.Tensor:
+    """Run the example's smallest form by a launcher; return the losses and accuracies on the way."""
+    done = module(*launch, "examples/few_shot.py", "--smoke", "--methods", "maml", "bda", "--out", str(out), *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("| BDA |") == 1, "only one process writes"
+    found = json.loads((out / "made_5way_1shot.json").read_text())["methods"]
+    return torch.tensor([found[name]["curves"] for name in ("maml", "bda")])
+
+
+def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """The same in this process, which is quicker."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    options = ["few_shot.py", "--smoke", "--methods", "maml", "bda", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", options)
+    importlib.import_module("few_shot").main()
+    found = json.loads((tmp_path / "made_5way_1shot.json").read_text())["methods"]
+    return torch.tensor([found[name]["curves"] for name in ("maml", "bda")])
+
+
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
+ACCELERATE = (
+    *("accelerate.commands.launch", "--multi_gpu", "--num_machines=1", "--num_processes=2", "--main_process_port=0"),
+    *("--mixed_precision=no", "--dynamo_backend=no"),
+)
+
+
+@pytest.mark.parametrize("launch", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+def test_few_shot_over_ranks_is_that_of_one_process(
+    launch: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    if launch == ACCELERATE:
+        pytest.importorskip("accelerate", reason="`accelerate launch` is tested where accelerate is installed")
+    got, want = few_shot(launch, tmp_path / "ranks", "--distributed"), one_process(tmp_path / "one", monkeypatch)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
+
+
+def test_few_shot_says_when_the_option_and_the_start_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    main = importlib.import_module("few_shot").main
+    monkeypatch.setattr(sys, "argv", ["few_shot.py", "--smoke", "--distributed"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "start the script by torchrun" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["few_shot.py", "--smoke"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        main()
+    assert "add --distributed" in capsys.readouterr().err
