@@ -142,11 +142,14 @@ class Checkpointed:
         slots: How many states may be stored at once; excludes `every`.
         offload: "cpu" stores the states in the host's (pinned) memory; they are copied without waiting for them. On the
             CPU they are there anyway.
+        check: Whether every replayed state is compared with the first one to the bit, which takes a sum over the state
+            in every step. By default the losses and the states that are stored anyway are compared, up to rounding.
     """
 
     every: int | None = None
     slots: int | None = None
     offload: str | None = None
+    check: bool = False
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -173,7 +176,10 @@ class Checkpointed:
         # (0.75 against 0.33 MiB in an MLP); a compiled step has a state instead.
         cost = 1.0 if isinstance(step, CompiledStep) else 2.25
         every = None if self.slots else every or max(1, round(math.sqrt(len(items) / cost)))
-        return _replayed(step, state, hyper, items, every=every, slots=self.slots or 0, offload=self.offload == "cpu")
+        return _replayed(
+            step, state, hyper, items, every=every, slots=self.slots or 0, offload=self.offload == "cpu",
+            check=self.check,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,8 +251,9 @@ def _replayed(
     every: int | None,
     slots: int = 0,
     offload: bool = False,
+    check: bool = False,
 ) -> Result:
-    replay = Replay(step, state, hyper, items, every=every, slots=slots, offload=offload)
+    replay = Replay(step, state, hyper, items, every=every, slots=slots, offload=offload, check=check)
     leaves: tuple[Tensor, ...] = Replayed.apply(replay, *tensors(state), *hyper)  # type: ignore[no-untyped-call]
     return replace_tensors(replay.last, leaves), replay.records
 

@@ -101,6 +101,11 @@ def surroundings() -> Iterator[None]:
     that are there no longer.
     """
     cache, user = torch.is_autocast_cache_enabled(), object()
+
+    def tidy() -> None:
+        torch.set_autocast_cache_enabled(cache)
+        _PLAIN_ATTENTION.leave(user)
+
     try:
         torch.set_autocast_cache_enabled(False)
         _PLAIN_ATTENTION.enter(user)
@@ -110,19 +115,20 @@ def surroundings() -> Iterator[None]:
             with torch.autograd.graph.disable_saved_tensors_hooks(_NO_HOOKS):
                 yield
     finally:
-        _PLAIN_ATTENTION.leave(user)
-        torch.set_autocast_cache_enabled(cache)
+        _surely(tidy)
 
 
 class Ambient:
     """The autocast settings and the random state of a rollout, to be restored in a replay."""
 
     def __init__(self, sample: Sequence[Tensor]) -> None:
-        """Note autocast as it is now, for the CPU and the devices of `sample`."""
+        """Note autocast (for the CPU and the devices of `sample`) and the default dtype as they are now."""
         self._sample = [t for t in sample if t.device.type not in ("cpu", "meta")]
         kinds = {"cpu", *(t.device.type for t in self._sample)}
         self._autocast = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in sorted(kinds)]
+        self._dtype = torch.get_default_dtype()
         self._astray: dict[torch.device, Tensor] = {}
+        self._changed: list[tuple[int, Tensor]] = []
         self._known: Tensor | None = None
 
     def rng(self) -> Any:
@@ -142,27 +148,64 @@ class Ambient:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Surround a replay; afterwards the random state is as it was, and a replay that went astray raises."""
-        outside, self._astray = self.rng(), {}
+        outside, dtype, self._astray, self._changed = self.rng(), torch.get_default_dtype(), {}, []
+
+        def tidy() -> None:
+            torch.set_default_dtype(dtype)
+            self.set_rng(outside)
+
         try:
+            torch.set_default_dtype(self._dtype)
             with contextlib.ExitStack() as stack:
-                for kind, dtype, enabled in self._autocast:
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+                for kind, precision, enabled in self._autocast:
+                    stack.enter_context(torch.autocast(kind, dtype=precision, enabled=enabled))
                 stack.enter_context(surroundings())
                 yield
         finally:
-            self.set_rng(outside)
-        if any(bool(flag) for flag in self._astray.values() if not flag.is_meta):
+            _surely(tidy)
+        changed = [number for number, flag in self._changed if not flag.is_meta and bool(flag)]
+        if changed or any(bool(flag) for flag in self._astray.values() if not flag.is_meta):
+            where = f" (in call {min(changed)} of the step)" if changed else ""
             raise RuntimeError(
-                "a replayed step gave another result than the first time, so the hypergradient would be wrong; the "
-                "loss or the batches depend on something that is not restored (a torch.Generator, `random`, numpy, a "
-                "counter, a data set that shuffles). Draw such numbers beforehand and pass them in `batches=`, or use "
-                "`Unroll()`."
+                f"a replayed step gave another result than the first time{where}, so the hypergradient would be wrong; "
+                "the loss or the batches depend on something that is not restored (a torch.Generator, `random`, numpy, "
+                "a counter, a data set that shuffles). Draw such numbers beforehand and pass them in `batches=`, or "
+                "use `Unroll()`."
             )
 
     def compare(self, replayed: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
-        """Note, on the device, whether a replay met the state of the first sweep, up to rounding."""
+        """Note, on the device, whether a replay met the state of the first sweep, up to rounding.
+
+        With and without a graph other kernels may run (of an LSTM in float32, say), so bits may differ.
+        """
         for new, old in zip(replayed, stored, strict=True):
             if is_differentiable(new) and new.numel():
-                tolerance = torch.finfo(new.dtype).eps ** 0.5
-                far = (new.detach() - old).abs().max() > tolerance * (1 + old.abs().max())
+                bound = torch.finfo(new.dtype).eps ** 0.5 * (1 + old.abs().max())
+                far = ~((new.detach() - old).abs().max() <= bound) & torch.isfinite(bound)  # NaN is far, too
                 self._astray.setdefault(far.device, far).logical_or_(far)  # one flag, not one for each replay
+
+    def compare_prints(self, replayed: Sequence[Tensor], stored: Sequence[Tensor], number: int) -> None:
+        """Note whether the state of a replay is that of the first sweep after call `number`, to the bit."""
+        self._changed += [(number, new != old) for new, old in zip(replayed, stored, strict=True)]
+
+
+def fingerprints(values: Sequence[Tensor]) -> list[Tensor]:
+    """Return for each tensor the sum of its bits taken as whole numbers: a tensor of one element, on the device."""
+    found = []
+    for value in values:
+        plain = torch.view_as_real(value) if value.is_complex() else value
+        bits = plain.detach().contiguous().view(_WHOLE[plain.element_size()])
+        found.append(bits.sum(dtype=torch.int64))
+    return found
+
+
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _surely(tidy: Callable[[], None]) -> None:
+    """Tidy up, and if an interrupt comes meanwhile, once more: `tidy` may run twice."""
+    try:
+        tidy()
+    except BaseException:
+        tidy()
+        raise

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import _graph
-from ._ambient import Ambient
+from ._ambient import Ambient, fingerprints
 from ._shelf import Kept, Ledger, Shelf
 from ._tree import describe, detach, is_differentiable, replace_tensors, tensors
 from ._types import Step
@@ -96,6 +96,7 @@ class Replay:
         every: int | None,
         slots: int,
         offload: bool = False,
+        check: bool = False,
     ) -> None:
         """Prepare; nothing runs yet."""
         self._step, self._items, self._every, self._slots = step, items, every, slots
@@ -107,6 +108,7 @@ class Replay:
         self._shelf = Shelf(state, places, offload=offload)
         self._tape: tuple[list[Tensor], list[Tensor]] | None = None
         self._batch_versions: list[list[int]] = []
+        self._prints: list[list[Tensor]] | None = [] if check else None
         self.names = [f"tensor {i} of the initial state" for i in range(self._count)]
         self.names += getattr(step, "names", ()) or [f"hyper[{i}]" for i in range(len(hyper))]
         self.records: list[Any] = []
@@ -128,6 +130,8 @@ class Replay:
             else:
                 state, record = self._step(state, hyper, self._items[number])
             (ledger or self.records).append(record)
+            if self._prints is not None:
+                self._prints.append(fingerprints(tensors(state)))
         self.last, self.records = state, ledger.records() if ledger else self.records
         return tensors(state)
 
@@ -154,7 +158,8 @@ class Replay:
             inputs = [t.view_as(t) if t.requires_grad else t for t in leaves]
             state, hyper = self._split(self._state, inputs)
             for number in range(len(self._items)):
-                state, _ = self._step(state, hyper, self._item(number))
+                state, _ = self._again(number, state, hyper)
+            self._ambient.compare(tensors(state), tensors(self.last))
         refuse_captured(tensors(state), inputs, ends=[t.grad_fn for t in inputs])
         return pull_back(tensors(state), inputs, cotangents, create_graph=True)
 
@@ -209,7 +214,7 @@ class Replay:
         state = self._shelf.get(source.kept)
         with torch.no_grad():
             for number in range(start, stop):
-                state, _ = self._step(state, hyper, self._item(number))
+                state, _ = self._again(number, state, hyper)
         return Stored(self._shelf.put(state), self._ambient.rng())
 
     def _segment(
@@ -235,7 +240,7 @@ class Replay:
             inputs = [*fresh(tensors(self._shelf.get(source.kept))), *hyper]
             state, _ = self._split(source.kept.state, inputs)
             for number in range(start, stop):
-                state, record = self._step(state, hyper, self._item(number))
+                state, record = self._again(number, state, hyper)
                 ledger.append(record)
         outputs = tensors(state)
         refuse_captured(outputs, inputs)
@@ -263,11 +268,15 @@ class Replay:
     ) -> Cotangents:
         """Run a segment once more, keeping every state, and pull the cotangents through one item after the other."""
         self._ambient.set_rng(source.rng)
-        way = [(self._shelf.get(source.kept), source.rng)]
+        way, records = [(self._shelf.get(source.kept), source.rng)], []
         with torch.no_grad():
             for number in range(start, stop - 1):
-                state, _ = step(way[-1][0], hyper, self._item(number))
+                state, record = self._again(number, way[-1][0], hyper)
                 way.append((state, self._ambient.rng()))
+                records.append(record)
+            self._ambient.compare(_joined(records), _joined(self.records[start : stop - 1]))
+            if self._prints is not None:
+                self._again(stop - 1, way[-1][0], hyper)  # for its state: the pull-back gives none
             for number, (state, rng) in zip(reversed(range(start, stop)), reversed(way), strict=True):
                 self._ambient.set_rng(rng)
                 cotangents = self._add(step.pull(state, hyper, self._item(number), cotangents), total)
@@ -283,6 +292,13 @@ class Replay:
 
     def _split(self, state: Any, leaves: Sequence[Tensor]) -> tuple[Any, tuple[Tensor, ...]]:
         return replace_tensors(state, leaves[: self._count]), tuple(leaves[self._count :])
+
+    def _again(self, number: int, state: Any, hyper: tuple[Tensor, ...]) -> tuple[Any, Any]:
+        """Take a step once more; if that was asked for, compare its state with the first one, to the bit."""
+        state, record = self._step(state, hyper, self._item(number))
+        if self._prints is not None:
+            self._ambient.compare_prints(fingerprints(tensors(state)), self._prints[number], number + 1)
+        return state, record
 
     def _item(self, number: int) -> Any:
         """Return an item once more, after a look at whether its tensors are still the same."""

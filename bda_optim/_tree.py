@@ -309,12 +309,14 @@ def vmapped(
         raise ValueError(f"tensors must have the same first dimension to be mapped over it; got sizes {sorted(sizes)}.")
     size = sizes.pop()
     _load_decompositions()
-    level = _functorch._vmap_increment_nesting(size, randomness)
+    outside = _functorch.maybe_current_level()
     try:
+        level = _functorch._vmap_increment_nesting(size, randomness)
         found = function(*[_functorch._add_batch_dim(value, 0, level) for value in values])
         return [None if t is None else _functorch._remove_batch_dim(t, level, size, 0) for t in found]
     finally:
-        _functorch._vmap_decrement_nesting()
+        if _functorch.maybe_current_level() != outside:  # an interrupt may come before the level is there
+            _functorch._vmap_decrement_nesting()
 
 
 # What `vmap` needs of some operations.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from problems import double
 from torch import Tensor, nn, optim
 
 import bda_optim as bda
+from bda_optim import _replay
 
 EXACT = [
     bda.Unroll(),
@@ -374,3 +376,140 @@ def test_guards_that_make_no_sense_are_refused(options: dict[str, Any], message:
 def test_compiled_steps_cannot_be_guarded() -> None:
     with pytest.raises(ValueError, match=r"compile=True\. Use compile=False"):
         exploding(bda.Guarded(limit=1.0), compile=True)
+
+
+# Replays that are not the first pass.
+
+REPLAYED = [bda.Checkpointed(check=True), bda.Checkpointed(every=1, check=True), bda.Checkpointed(slots=2, check=True)]
+
+
+class Drawing(nn.Module):
+    """Random numbers of several kinds, and buffers that a forward pass changes.
+
+    Not an LSTM in float32: torch rounds differently there with and without a graph of the gradient.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 6), nn.BatchNorm1d(6), nn.GRU(6, 2, dropout=0.3, num_layers=2)
+        self.dropout, self.slope = nn.Dropout(0.4), nn.RReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.slope(self.dropout(self.norm(self.first(x))) + torch.randn(()) * torch.rand(6))
+        return self.last(torch.bernoulli(torch.full_like(hidden, 0.5)) * hidden)[0]
+
+
+@pytest.mark.parametrize("adjoint", REPLAYED, ids=str)
+@pytest.mark.parametrize("precision", [torch.float64, torch.float32, torch.bfloat16])
+def test_replays_are_the_first_pass_to_the_bit(adjoint: Any, precision: torch.dtype) -> None:
+    model = Drawing().double() if precision is torch.float64 else Drawing()
+    data = torch.randn(5, 3, dtype=next(model.parameters()).dtype)
+    w = torch.zeros(5, dtype=data.dtype, requires_grad=True)
+    inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.05, momentum=0.9, alpha=bda.harmonic(0.5))
+
+    def lower(net: Any, w: Tensor, batch: Any) -> Tensor:
+        return (torch.sigmoid(w) * net(data).square().mean(1)).sum() * (1 + torch.rand(()))
+
+    def upper(net: Any, w: Tensor, batch: Any) -> Tensor:
+        return (net(data.flip(0)) - 1).square().mean()
+
+    def slope(adjoint: Any) -> Tensor:
+        torch.manual_seed(5)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is torch.bfloat16):
+            fmodel = inner.unroll(model, lower, upper, hyper=w, steps=5, adjoint=adjoint)
+            value = upper(fmodel, w, None)
+        return torch.autograd.grad(value, w)[0]
+
+    torch.testing.assert_close(slope(adjoint), slope(bda.Unroll()))
+
+
+def drifting(amount: float, at: int, times: int = 1) -> Any:
+    """A loss that is another one when its step `at` is run again, by so little."""
+    seen = [0] * 10
+
+    def lower(y: Tensor, x: Tensor, k: int) -> Tensor:
+        seen[k] += 1
+        return ((y - x) ** 2).sum() * (1 + (amount if k == at and seen[k] > times else 0.0))
+
+    return lower
+
+
+def replay(lower: Any, adjoint: Any, **options: Any) -> Tensor:
+    x = double(0.5).requires_grad_()
+    y = bda.rollout(lower, None, double(1.0, 2.0), x, steps=6, lr=0.1, batches=list(range(6)), adjoint=adjoint)
+    return torch.autograd.grad(y.sum(), x, **options)[0]
+
+
+@pytest.mark.parametrize("adjoint", REPLAYED[:2], ids=str)
+def test_a_drift_within_rounding_is_found_by_the_check(adjoint: Any) -> None:
+    forgiving = dataclasses.replace(adjoint, check=False)
+    assert replay(drifting(1e-12, at=3), forgiving).isfinite()
+    with pytest.raises(RuntimeError, match=r"another result than the first time.*in call 4 of the step"):
+        replay(drifting(1e-12, at=3), adjoint)
+    assert torch.equal(replay(drifting(0.0, at=3), adjoint), replay(drifting(0.0, at=3), bda.Unroll()))
+
+
+@pytest.mark.parametrize("adjoint", [bda.Checkpointed(), bda.Checkpointed(slots=3)], ids=str)
+def test_a_replay_with_create_graph_is_compared_too(adjoint: Any) -> None:
+    assert replay(drifting(0.0, at=3), adjoint, create_graph=True).isfinite()
+    for amount in (0.5, math.nan):
+        with pytest.raises(RuntimeError, match="another result than the first time"):
+            replay(drifting(amount, at=3), adjoint, create_graph=True)
+
+
+@pytest.mark.parametrize("adjoint", [bda.Checkpointed(), bda.Checkpointed(slots=3)], ids=str)
+def test_a_replay_that_is_not_finite_is_found(adjoint: Any) -> None:
+    with pytest.raises(RuntimeError, match="another result than the first time"):
+        replay(drifting(math.nan, at=3), adjoint)
+
+
+def test_the_default_dtype_is_restored_in_a_replay() -> None:
+    x = double(0.5).requires_grad_()
+
+    def lower(y: Tensor, x: Tensor, batch: Any) -> Tensor:
+        return ((y - x) * torch.rand(2)).square().sum()  # float32 and float64 draw different numbers
+
+    def slope(later: torch.dtype) -> Tensor:
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float64)
+        y = bda.rollout(lower, None, double(1.0, 2.0), x, steps=4, lr=0.1, adjoint=bda.Checkpointed(check=True))
+        torch.set_default_dtype(later)
+        (found,) = torch.autograd.grad(y.sum(), x)
+        assert torch.get_default_dtype() == later
+        return found
+
+    assert torch.equal(slope(torch.float32), slope(torch.float64))
+
+
+class Wavering(_replay.CompiledStep):
+    """Stands for a compiled program whose calls number 4 and later give something else."""
+
+    def __init__(self, drift: float) -> None:
+        self.inspected, self.calls, self.drift = True, 0, drift
+
+    def units(self, items: Any) -> Any:
+        return items
+
+    def __call__(self, state: Any, hyper: Any, unit: Any) -> Any:
+        self.calls += 1
+        new = state * hyper[0] + self.drift * (self.calls > 4)
+        return new, [new.detach()]
+
+    def pull(self, state: Any, hyper: Any, unit: Any, cotangents: Any) -> Any:
+        return [cotangents[0] * hyper[0].detach(), (cotangents[0] * state).sum()]
+
+    def push(self, state: Any, hyper: Any, unit: Any, flows: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_replays_of_compiled_steps_are_compared() -> None:
+    def slope(adjoint: Any, drift: float) -> Tensor:
+        x = double(1.1).requires_grad_()
+        y, _ = adjoint(Wavering(drift), double(1.0), (x,), range(4))
+        return torch.autograd.grad(y, x)[0]
+
+    assert slope(bda.Checkpointed(check=True), 0.0).item() == pytest.approx(4 * 1.1**3)
+    assert slope(bda.Checkpointed(), 1e-12).item() == pytest.approx(4 * 1.1**3)
+    for adjoint, drift in ((bda.Checkpointed(), 1.0), (bda.Checkpointed(check=True), 1e-12)):
+        with pytest.raises(RuntimeError, match="another result than the first time"):
+            slope(adjoint, drift)
