@@ -12,8 +12,8 @@ ones and raise the others; but there are as many hyper-parameters as features, w
 - LassoCV: scikit-learn's; one strength for all, by five-fold cross-validation on training and validation data together.
 
 Supports are read from the paper's y~, one proximal step of the lower level from y_K (`bda.lower_point`): with alpha > 0
-y_K itself has no zeros. With alpha = 0 a feature that is off in all K steps has no hypergradient and stays off; the
-upper direction can bring it back. All strengths start at a tenth of the least one that switches every feature off.
+y_K itself has no zeros. With alpha = 0 a feature that is off in all K steps has no hypergradient and stays off, and the
+upper direction seldom brings one back: so all strengths start at a tenth of the least one that switches everything off.
 
     python examples/lasso.py --seeds 10 11 12
 

@@ -131,6 +131,11 @@ def test_the_validation_loss_falls(problem: lasso.Problem, paths: dict[str, lass
         assert last < 0.8 * first
 
 
+def test_subgradients_solve_the_same_lower_problem(problem: lasso.Problem, paths: dict[str, lasso.Path]) -> None:
+    solution = weighted_lasso(problem.train, paths["subgradient"].x[0].exp())
+    assert (paths["subgradient"].point[0] - solution).abs().max() < 0.15
+
+
 @pytest.mark.parametrize("method", ["BDA", "prox"])
 def test_the_reading_is_close_to_the_lower_solution(
     problem: lasso.Problem, paths: dict[str, lasso.Path], method: str
@@ -172,5 +177,8 @@ def test_wrong_options(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_readme_says_what_was_measured() -> None:
     text = (ROOT / "examples" / "README.md").read_text("utf-8")
     found = json.loads((ROOT / "examples" / "results" / "lasso.json").read_text("utf-8"))
+    assert found["settings"]["start"] == lasso.START
     for problem in lasso.PROBLEMS:
         assert lasso.table(found["runs"], problem) in text
+    found = json.loads((ROOT / "examples" / "results" / "lasso_start.json").read_text("utf-8"))
+    assert found["settings"]["start"] == 0.4 and lasso.table(found["runs"], "synthetic") in text
