@@ -24,7 +24,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ._tree import Filler, Slot, Slots
+from ._tree import Filler, Slot, Slots, refuse_sharded
 
 
 class Place(NamedTuple):
@@ -257,6 +257,7 @@ class _Entries:
 
 def _check(places: Iterable[tuple[str, Place]]) -> None:
     for name, place in places:
+        refuse_sharded(f"parameter {name!r}", place.original)
         if isinstance(place.original, UninitializedParameter | UninitializedBuffer):
             raise ValueError(
                 f"{name!r} of a lazy module has no shape yet; got an uninitialised tensor. "

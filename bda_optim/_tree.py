@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -230,6 +231,7 @@ class Slots:
 
     def put(self, tensor: Tensor, name: str) -> Slot:
         """Return the slot of `tensor`, a new one unless it has one already."""
+        refuse_sharded(name, tensor)
         index = self._index.setdefault(id(tensor), len(self.tensors))
         if index == len(self.tensors):
             self.tensors.append(tensor)
@@ -262,6 +264,21 @@ class Slots:
 def is_differentiable(tensor: Tensor) -> bool:
     """Whether a tensor's dtype can carry a gradient at all."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is cut up and lies on several ranks."""
+    module = sys.modules.get("torch.distributed.tensor")  # two seconds to import; whoever has a DTensor has done so
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def refuse_sharded(name: str, tensor: Tensor) -> None:
+    """Raise where an inner loop is given a tensor that lies on several ranks."""
+    if is_sharded(tensor):
+        raise TypeError(
+            f"an inner loop cannot compute with a DTensor, of which `fully_shard` makes parameters; got {name}. Use a "
+            "plain copy of the module, `bda_optim.distributed.Averager(module, local=copy)`, or `tensor.full_tensor()`."
+        )
 
 
 def describe(tensor: Tensor) -> str:

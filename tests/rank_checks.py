@@ -173,6 +173,19 @@ def a_tree_of_hypergradients(folder: Path) -> None:
         same_on_all([got["x"], got["w"][0]])
 
 
+def any_dtype_travels(folder: Path) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128)
+    kinds = [torch.full((2, 3), rank + 1.0, dtype=dtype) for dtype in dtypes] + [torch.zeros(0), torch.ones(()) * rank]
+    got = distributed.average(kinds, weight=rank)
+    total = sum(range(world))
+    mean = sum(r * (r + 1) for r in range(world)) / total
+    for dtype, value in zip(dtypes, got, strict=False):
+        assert value.dtype == dtype and value.shape == (2, 3)
+        assert (value - mean).abs().max() <= 4 * torch.finfo(dtype).eps * mean
+    assert got[-2].numel() == 0 and got[-1].shape == () and abs(got[-1] - (mean - 1)) < 1e-6
+
+
 def train(model: nn.Module, averager: Any, outer: Any, iterations: int, count: int, first: int = 0) -> None:
     for i in range(first, first + iterations):
         outer.zero_grad()
@@ -310,6 +323,10 @@ def modules_in_fsdp(folder: Path) -> None:
         distributed.Averager(sharded)
     with pytest.raises(ValueError, match="must be a copy"):
         distributed.Averager(sharded, local=nn.Linear(2, 2).double())
+    with pytest.raises(TypeError, match=r"cannot compute with a DTensor.*'backbone\.0\.weight'"):
+        adapt(sharded, tasks(1))
+    with pytest.raises(TypeError, match=r"DTensor.*got hyper.*full_tensor\(\)"):
+        bda.hypergradient(lambda y, x, b: y.sum(), lambda y, x, b: y.sum(), torch.ones(2), sharded.head.weight, steps=1)
     with pytest.raises(ValueError, match="must be a copy"):
         distributed.Averager(sharded, local=Net().float())
 

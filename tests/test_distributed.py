@@ -19,6 +19,7 @@ from problems import relative_error
 from ranks import over_ranks
 
 from bda_optim import distributed
+from bda_optim.distributed import _ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,6 +28,7 @@ CHECKS = (
     "hypergradient_is_that_of_one_process",
     "gradients_accumulate",
     "a_tree_of_hypergradients",
+    "any_dtype_travels",
     "twenty_iterations_end_alike",
     "communication_is_one_pass",
     "an_announced_pass_sends_early",
@@ -105,6 +107,9 @@ def test_bad_arguments_are_named() -> None:
         distributed.Averager(torch.ones(2))
     with pytest.raises(ValueError, match="size of a bucket"):
         distributed.Averager(w, bucket_mb=0.0)
+    sparse = torch.eye(2).to_sparse()
+    with pytest.raises(TypeError, match="only dense gradients travel"):
+        _ranks.pack([sparse], [sparse])
     with pytest.raises(ValueError, match="got sizes"):
         distributed.shard({"x": torch.ones(3), "y": torch.ones(2)})
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from .._functional import unwrap
-from .._tree import describe, map_leaves, map_tensors, named_leaves, replace_tensors, tensors
+from .._tree import describe, is_sharded, map_leaves, map_tensors, named_leaves, replace_tensors, tensors
 from ._ranks import divide, pack, place, unpack
 
 
@@ -96,7 +96,7 @@ class Averager:
         self._parallel = [part for m in modules for part in m.modules() if isinstance(part, DistributedDataParallel)]
         self.local = map_leaves(unwrap, nn.Module, upper) if local is None else local
         own, self._used = _variables(upper), _variables(self.local)
-        self._sharded: dict[str, Any] = {name: t for name, t in own.items() if _is_sharded(t)}
+        self._sharded: dict[str, Any] = {name: t for name, t in own.items() if is_sharded(t)}
         _check(own, self._used, self._sharded)
         self._bucket_mb, self._layout = bucket_mb, self._arranged(bucket_mb, idle=())
         if place(group)[1] > 1:
@@ -199,10 +199,6 @@ class _Bucket:
         self.like = list(like)
         self._work: Any = None
 
-    @property
-    def launched(self) -> bool:
-        return self._work is not None
-
     @torch.no_grad()
     def launch(self, grads: Sequence[Tensor | None], share: _Share, group: Any) -> None:
         """Send gradients, times the rank's share; None stands for one that this rank does not have."""
@@ -284,15 +280,10 @@ def _variables(tree: Any) -> dict[str, Tensor]:
     return {name: t for name, t in found.items() if t.requires_grad}
 
 
-def _is_sharded(t: Tensor) -> bool:
-    tensor = sys.modules.get("torch.distributed.tensor")  # two seconds to import; whoever has a DTensor has done so
-    return tensor is not None and isinstance(t, tensor.DTensor)
-
-
 def _check(own: dict[str, Tensor], used: dict[str, Tensor], sharded: dict[str, Any]) -> None:
     """Refuse upper variables that cannot be averaged, or a copy that is none."""
     for name, t in used.items():
-        if _is_sharded(t):
+        if is_sharded(t):
             raise ValueError(
                 f"inner loops cannot compute with a parameter that `fully_shard` has cut up; got {name!r}. Make a "
                 "plain copy of the module before (copy.deepcopy), pass it as `local=`, and use it in the inner loops."
