@@ -20,10 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.nn.utils import parametrizations
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
+from ._recompose import recompose
 from ._tree import Filler, Slot, Slots, refuse_sharded
 
 
@@ -71,7 +69,7 @@ class Skeleton:
             _note(twin._buffers, places)
         for twin in different:
             _redirect(twin, twins, places)
-            _recompose(twin)
+            recompose(twin)
 
     def frozen(self) -> Any:
         """Return what a trace of the module depends on: its structure and flags, and the tensors nobody replaces."""
@@ -161,7 +159,20 @@ def _twin(module: nn.Module, twins: dict[int, Any]) -> nn.Module:
         name: None if child is None else _twin(child, twins) for name, child in content["_modules"].items()
     }
     twin.__dict__.update(content)
+    for name in _slots(type(module)):
+        if hasattr(module, name):
+            object.__setattr__(twin, name, getattr(module, name))
     return twin
+
+
+def _slots(kind: type) -> list[str]:
+    """Return the names of the `__slots__` of a class, whose values are not in an object's `__dict__`."""
+    found = [(base, name) for base in kind.__mro__ for name in _names(base.__dict__.get("__slots__", ()))]
+    return [name for base, name in found if isinstance(base.__dict__.get(name), types.MemberDescriptorType)]
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 _EMPTY = (dict, OrderedDict, list, tuple, set, type(None))
@@ -178,6 +189,13 @@ def _redirect(twin: nn.Module, twins: dict[int, Any], places: dict[int, Place]) 
             continue
         content[key] = _redirected(value, twins, places)
     _note(content, places)
+    names = _slots(type(twin))
+    if names:
+        held = {name: _redirected(getattr(twin, name), twins, places) for name in names if hasattr(twin, name)}
+        for name, value in held.items():
+            object.__setattr__(twin, name, value)
+            if isinstance(value, Tensor) and id(value) in places:
+                places[id(value)].spots.append((_Attributes(twin), name))
 
 
 def _redirected(value: Any, twins: dict[int, Any], places: dict[int, Place]) -> Any:
@@ -189,6 +207,8 @@ def _redirected(value: Any, twins: dict[int, Any], places: dict[int, Place]) -> 
     if isinstance(value, functools.partial):
         function, args, keywords = (_redirected(v, twins, places) for v in (value.func, value.args, value.keywords))
         return functools.partial(function, *args, **keywords)
+    if isinstance(value, types.FunctionType):
+        return _rebound(value, twins, places)
     old = _contents(value)
     if old is None:
         return value
@@ -199,6 +219,43 @@ def _redirected(value: Any, twins: dict[int, Any], places: dict[int, Place]) -> 
         if not isinstance(value, tuple):
             _note(value if isinstance(value, dict | list | deque) else value.__dict__, places)
     return value
+
+
+_HELD = (nn.Module, Tensor, types.MethodType, types.FunctionType, functools.partial)
+
+
+def _rebound(function: types.FunctionType, twins: dict[int, Any], places: dict[int, Place]) -> types.FunctionType:
+    """Return a function whose closure (as of ``self.f = lambda x: self.layer(x)``) holds the skeleton's objects."""
+    if not function.__closure__:
+        return function
+    twins[id(function)] = function  # in case it holds itself
+    cells = [_cell(cell, twins, places) for cell in function.__closure__]
+    if all(new is old for new, old in zip(cells, function.__closure__, strict=True)):
+        return function
+    new = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )
+    new.__kwdefaults__ = function.__kwdefaults__
+    new.__dict__.update(function.__dict__)
+    twins[id(function)] = new
+    return new
+
+
+def _cell(cell: types.CellType, twins: dict[int, Any], places: dict[int, Place]) -> types.CellType:
+    """Return the cell itself, or one that holds the skeleton's object; containers stay shared with the user."""
+    try:
+        value = cell.cell_contents
+    except ValueError:  # not assigned yet
+        return cell
+    if not isinstance(value, _HELD):
+        return cell
+    held = _redirected(value, twins, places)
+    if held is value and id(value) not in places:
+        return cell
+    new = types.CellType(held)
+    if id(value) in places:
+        places[id(value)].spots.append((_Attributes(new), "cell_contents"))
+    return new
 
 
 def _contents(value: Any) -> dict[Any, Any] | None:
@@ -255,6 +312,19 @@ class _Entries:
         self._container[self._key] = _rebuilt(old, {**dict(enumerate(old)), index: value})
 
 
+class _Attributes:
+    """The attributes of an object that has no `__dict__` for them, as a container."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._owner, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._owner, name, value)
+
+
 def _check(places: Iterable[tuple[str, Place]]) -> None:
     for name, place in places:
         refuse_sharded(f"parameter {name!r}", place.original)
@@ -263,90 +333,3 @@ def _check(places: Iterable[tuple[str, Place]]) -> None:
                 f"{name!r} of a lazy module has no shape yet; got an uninitialised tensor. "
                 "Run the module once on a batch before handing it over."
             )
-
-
-class _Composed(nn.Module):
-    """Weight normalisation written out: torch's fused one has a wrong second derivative on the CPU."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, g: Tensor, v: Tensor) -> Tensor:
-        # Not `torch.norm_except_dim`, which vmap batches slowly, with a warning.
-        others = [d for d in range(v.dim()) if d != self.dim]
-        norm = torch.linalg.vector_norm(v) if self.dim == -1 else v.abs()
-        if others and self.dim != -1:
-            norm = torch.linalg.vector_norm(v, dim=others, keepdim=True)
-        weight: Tensor = v * (g / norm)
-        return weight
-
-
-def _recompose(twin: nn.Module) -> None:
-    """Replace what torch differentiates wrongly the second time, or make it known to `_graph`."""
-    for name, child in twin._modules.items():
-        if isinstance(child, parametrizations._WeightNorm):
-            twin._modules[name] = _Composed(child.dim)
-        elif isinstance(child, parametrizations._SpectralNorm):
-            child.__dict__["_forward_pre_hooks"] = OrderedDict({-1: _mark_input, **child._forward_pre_hooks})
-    hooks = twin.__dict__["_forward_pre_hooks"]
-    if any(isinstance(hook, WeightNorm | SpectralNorm) for hook in hooks.values()):
-        twin.__dict__["_forward_pre_hooks"] = {key: _hook(hook) for key, hook in hooks.items()}
-
-
-def _hook(hook: Any) -> Callable[[nn.Module, Any], None]:
-    def normalise(module: nn.Module, inputs: Any) -> None:
-        g, v = getattr(module, hook.name + "_g"), getattr(module, hook.name + "_v")
-        setattr(module, hook.name, _Composed(hook.dim)(g, v))
-
-    def mark(module: nn.Module, inputs: Any) -> None:
-        own, name = module._parameters, hook.name + "_orig"
-        weight = own[name]
-        try:
-            own[name] = _Marked.apply(weight) if module.training else weight  # type: ignore[no-untyped-call]
-            hook(module, inputs)
-        finally:
-            own[name] = weight
-
-    if isinstance(hook, WeightNorm):
-        return normalise
-    return mark if isinstance(hook, SpectralNorm) else hook
-
-
-def _mark_input(module: nn.Module, inputs: Any) -> Any:
-    return tuple(map(_Marked.apply, inputs)) if module.training else inputs
-
-
-class _Marked(torch.autograd.Function):
-    """The identity, before a spectral norm in training mode; where its gradient is recorded, `_graph` finds a node.
-
-    Each forward pass moves the singular vectors towards those of the weight, and torch takes them as constants: right
-    for a gradient, if they have converged, but not for the derivative of that gradient (off by 0.1 % on a toy).
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(weight: Tensor) -> Tensor:
-        return weight.view_as(weight)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-        return tangent.view_as(tangent)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return MovingSingularVectors.apply(grad)  # type: ignore[no-untyped-call]
-
-
-class MovingSingularVectors(_Marked):
-    """The identity again; the name of its node is in `_graph`."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        """Pass on."""
-        return grad

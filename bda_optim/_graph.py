@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # What torch knows no derivative of, by the name of the node that a first derivative leaves in the graph.
 _NO_SECOND_DERIVATIVE = {
@@ -18,6 +19,8 @@ _NO_SECOND_DERIVATIVE = {
     "MovingSingularVectorsBackward": ("spectral_norm in training mode", "it in eval mode (that sub-module suffices)"),
 }
 _NO_FORMULA = "torch::autograd::NotImplemented"  # the node of any operation whose derivative torch does not have
+# A function marked so leaves a node that leads nowhere (or none): `autograd.grad` passes it by, without an error.
+_ONCE_NODE, _ONCE = "torch::autograd::Error", once_differentiable(lambda ctx: None).__code__
 
 
 def nodes(roots: Iterable[Tensor], ends: Iterable[Any] = ()) -> Iterator[Any]:
@@ -62,6 +65,9 @@ def refuse_once_differentiable(roots: Iterable[Tensor]) -> None:
             found = ("an operation near " + ", ".join(near), "another one")
             if "CtcLossBackward0" in near:
                 found = ("ctc_loss", "another loss")
+        backward = getattr(getattr(node, "_forward_cls", None), "backward", None)
+        if node.name() == _ONCE_NODE or getattr(backward, "__code__", None) is _ONCE:
+            found = ("a function marked once_differentiable", "one whose backward can be differentiated")
         if found:
             raise NotImplementedError(
                 f"torch has no second derivative of `{found[0]}`, which the inner loss uses, so no hypergradient "

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._aggregation import aggregate, is_zero, weight
+from ._graph import refuse_once_differentiable
 from ._objective import Loss, Objective
 from ._tree import Template, fill, one_by_one, over_tasks
 from ._types import InnerState, Item, Record, Rule, Scalar, Settings
@@ -228,6 +229,13 @@ def gradients(
         found = torch.autograd.grad(
             total, points, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
         )
+        if any(g is not None and g.layout is not torch.strided for g in found):
+            raise NotImplementedError(
+                f"torch differentiates a sparse gradient wrongly; got one of the {level} loss at step k={k}. Use "
+                "`F.embedding(..., sparse=False)`; of an nn.Embedding in the module the setting does not matter."
+            )
+        if create_graph and any(g is not None and not g.requires_grad for g in found):
+            refuse_once_differentiable([loss])  # a gradient without a graph: or else the loss is linear
     if level == "lower" and all(g is None for g in found):
         raise ValueError(
             f"the lower loss does not depend on any parameter that the optimizer adapts; got a loss at step k={k} "

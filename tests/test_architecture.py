@@ -12,7 +12,7 @@ PACKAGE = ROOT / "bda_optim"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = (
-    {"_types", "_tree", "_graph"},
+    {"_types", "_tree", "_graph", "_recompose"},
     {
         "_schedules",
         "_program",

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations
 from torch.nn.utils.stateless import _reparametrize_module
@@ -126,6 +127,36 @@ class Shared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.block(torch.tanh(self.first(x))))
+
+
+class Closures(nn.Module):
+    """Holds functions that hold it, one of its layers, and one of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.gain, layer, gain = nn.Linear(3, 3), nn.Parameter(torch.ones(3)), nn.Linear(3, 2), None
+        self.head, gain = layer, self.gain
+        self.encode = lambda x: torch.tanh(self.body(x))
+        self.last = lambda x, *, scale=2.0: scale * layer(x * gain)
+        self.body.register_forward_hook(lambda m, args, out: out + self.gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.encode(x), scale=0.5)
+
+
+class Slotted(nn.Module):
+    """Keeps a number, a layer and a parameter in slots."""
+
+    __slots__ = ("layer", "scale", "weight")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+        for name, value in {"scale": 0.7, "layer": self.head, "weight": self.body.weight}.items():
+            object.__setattr__(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(F.linear(x, self.weight, self.body.bias)) * self.scale)
 
 
 class Arguments(nn.Module):
@@ -263,6 +294,8 @@ ZOO: dict[str, Case] = {
     "parameter list and dict": Case(Containers),
     "plain lists": Case(PlainLists, reference=False),
     "bound methods": Case(BoundMethods),
+    "closures": Case(Closures, reference=False),
+    "slots": Case(Slotted, reference=False),
     "shared sub-modules": Case(Shared),
     "many arguments": Case(
         Arguments,
@@ -509,6 +542,56 @@ def test_a_spectral_norm_in_training_mode_is_refused_and_first_order_works(name:
     if name != "converged spectral norm":
         after = first.buffer_dict.values()
         assert all((a - b).abs().max() > 1e-9 for a, b in zip(after, before, strict=True)), "the vectors moved"
+
+
+class Once(OldCube):
+    """Its derivative is computed without a graph: `autograd.grad` would pass it by, without a word."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return OldCube.backward(ctx, grad)
+
+
+@pytest.mark.parametrize("bend", [lambda out: out, torch.square], ids=["linear", "square"])
+def test_a_function_that_is_once_differentiable_is_refused(bend: Any) -> None:
+    module, x = nn.Linear(3, 2), numbers(4, 3)
+    hyper = torch.ones((), requires_grad=True)
+    inner = bda.BDAInnerOptimizer(module.parameters(), lr=0.1)
+
+    def lower(net: Any, hyper: Tensor, batch: Any) -> Tensor:
+        return bend(Once.apply(net(x))).sum() + hyper * net.bias.square().sum()
+
+    for adjoint in (bda.Unroll(), bda.Checkpointed(), bda.ForwardMode()):
+        with pytest.raises(NotImplementedError, match="a function marked once_differentiable"):
+            inner.unroll(module, lower, hyper=hyper, steps=2, adjoint=adjoint)
+    with bda.innerloop_ctx(module, inner) as (fmodel, diffopt):
+        with pytest.raises(NotImplementedError, match="a function marked once_differentiable"):
+            diffopt.step(lower(fmodel, hyper, None))
+    inner.unroll(module, lower, hyper=hyper, steps=2, adjoint=bda.FirstOrder())
+
+
+@pytest.mark.parametrize("adjoint", [bda.Unroll(), bda.Checkpointed(), bda.ForwardMode()], ids=type)
+def test_an_embedding_with_sparse_gradients_is_as_one_without(adjoint: Any) -> None:
+    indices, found = torch.tensor([[0, 1], [2, 5]]), []
+    hyper = torch.tensor([1.0, 0.3], requires_grad=True)
+
+    def lower(net: Any, hyper: Tensor, batch: Any) -> Tensor:
+        return hyper[0] * (net(indices).tanh() - 0.3).square().mean() + hyper[1] * net(indices).sin().mean()
+
+    def bare(net: Any, hyper: Tensor, batch: Any) -> Tensor:
+        return F.embedding(indices, net.weight, sparse=True).square().sum()
+
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        module = nn.Embedding(6, 3, sparse=sparse)
+        inner = bda.BDAInnerOptimizer(module.parameters(), lr=0.3, rule=torch.optim.Adam, alpha=0.3)
+        fmodel = inner.unroll(module, lower, lower, hyper=hyper, steps=K, adjoint=adjoint)
+        found.append(torch.autograd.grad(lower(fmodel, hyper, None), hyper)[0])
+        assert module.sparse is sparse
+    assert torch.equal(*found)
+    with pytest.raises(NotImplementedError, match=r"a sparse gradient wrongly; got one of the lower loss at step k=1"):
+        inner.unroll(module, bare, lower, hyper=hyper, steps=1, adjoint=adjoint)
 
 
 def test_tasks_with_attention_in_eval_mode() -> None:
