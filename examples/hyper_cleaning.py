@@ -49,11 +49,11 @@ import bda_optim as bda
 
 PER_CLASS = {"mnist": 700, "fashion_mnist": 700, "digits": 40}  # in training, and as many in validation; the rest: test
 STEPS = (50, 100, 200, 400, 800)  # K
-LOWER_LR = 4.0  # s_l
-UPPER_LR = 2.0  # s_u, the rate of the upper direction inside the lower steps
-C = 20.0  # of BDA's alpha_k = C / k, clipped below 1
-X_LR = 1.0  # of Adam on x
-ITERATIONS = 6  # of Adam, the same for all methods
+LOWER_LR = 2.0  # s_l
+UPPER_LR = 3.0  # s_u, the rate of the upper direction inside the lower steps
+C = 30.0  # of BDA's alpha_k = C / k, clipped below 1
+X_LR = 2.0  # of Adam on x
+ITERATIONS = 4  # of Adam, the same for all methods
 DECAY = 1e-4  # lambda
 LAST = 25  # steps that T-RHG differentiates
 RETRAIN = 200  # steps on the cleaned set, with LOWER_LR
@@ -396,7 +396,7 @@ def weights_figure(results: Mapping[str, Any], steps: int) -> Figure:
 
 # --- what the command does --------------------------------------------------------------------------------------------
 
-SMOKE = {"steps": [2, 30], "iterations": 2, "retrain": 5}
+SMOKE = {"steps": [2, 40], "iterations": 2, "retrain": 5}
 
 
 def parse() -> argparse.Namespace:

@@ -171,7 +171,7 @@ def test_smoke(example: ModuleType, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     results = json.loads((tmp_path / "digits.json").read_text())
-    assert len(results["cells"]) == 2 * 2 * 2 and {cell["steps"] for cell in results["cells"]} == {2, 30}
+    assert len(results["cells"]) == 2 * 2 * 2 and {cell["steps"] for cell in results["cells"]} == {2, 40}
     assert example.tables(results) in done.stdout
     assert "| BDA |" in done.stdout and " ± " in done.stdout
     for name in ("digits_accuracy.png", "digits_weights.png"):
@@ -245,7 +245,7 @@ def test_memory_at_800_steps() -> None:
     command = [sys.executable, "-c", MEMORY, str(SCRIPT.parent)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stderr
-    assert 0 < float(done.stdout) < 298
+    assert 0 < float(done.stdout) < 300
 
 
 # --- the results in the README ----------------------------------------------------------------------------------------
