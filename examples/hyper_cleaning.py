@@ -50,7 +50,7 @@ import bda_optim as bda
 PER_CLASS = {"mnist": 700, "fashion_mnist": 700, "digits": 40}  # in training, and as many in validation; the rest: test
 STEPS = (50, 100, 200, 400, 800)  # K
 LOWER_LR = 2.0  # s_l
-UPPER_LR = 3.0  # s_u, the rate of the upper direction inside the lower steps
+UPPER_LR = 4.0  # s_u, the rate of the upper direction inside the lower steps
 C = 30.0  # of BDA's alpha_k = C / k, clipped below 1
 X_LR = 2.0  # of Adam on x
 ITERATIONS = 4  # of Adam, the same for all methods
