@@ -55,14 +55,15 @@ def _let_end(children: list[Any]) -> None:
 
 @contextlib.contextmanager
 def _group(rank: int, world: int, folder: Path) -> Any:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the machine calls itself
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        del os.environ["GLOO_SOCKET_IFNAME"]
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
 def _call(module: str, names: Any, folder: Path) -> None:

@@ -67,9 +67,8 @@ def test_scale(tmp_path: Path) -> None:
     for row in found["paper"]:
         sent = list(row["exchange_s"].values())
         assert sent == sorted(sent), "more ranks never send faster"
-        for kind in ("weak", "strong"):
-            values = list(row[kind].values())
-            assert values == sorted(values, reverse=True) and 0 < values[-1] < values[0] < 1
+        efficiency = list(row["efficiency"].values())
+        assert efficiency == sorted(efficiency, reverse=True) and 0 < efficiency[-1] < efficiency[0] < 1
 
 
 @pytest.mark.parametrize("script", ["against_peers", "memory_vs_k", "tasks", "adjoints", "scale"])
