@@ -126,7 +126,7 @@ def test_truncation(example: ModuleType, small: Any) -> None:
         assert x.grad is not None
         return x.grad
 
-    assert example.METHODS["T-RHG"].last == 25
+    assert example.Problem(small, example.METHODS["T-RHG"], 800).adjoint == example.bda.Truncated(last=25)
     assert torch.equal(grad(12), grad(None))
     assert not torch.allclose(grad(4), grad(None))
     assert torch.cosine_similarity(grad(4), grad(None), dim=0) > 0.8
@@ -154,7 +154,7 @@ def test_cleaning_helps(example: ModuleType, tmp_path: Path) -> None:
 
 
 def options(out: Path, **changed: Any) -> argparse.Namespace:
-    default = {"seeds": [0], "steps": [30], "methods": ["T-RHG", "BDA"], "iterations": 12, "retrain": 5, "recorded": 10}
+    default = {"seeds": [0], "steps": [30], "methods": ["BDA", "RHG"], "iterations": 12, "retrain": 5, "recorded": 10}
     return argparse.Namespace(**{**default, "out": out, "device": torch.device("cpu"), "resume": False, **changed})
 
 
@@ -195,9 +195,9 @@ def test_killed_and_resumed(example: ModuleType, tmp_path: Path) -> None:
     whole = example.load("digits", None)
     undisturbed = example.run(options(tmp_path / "whole"), "digits", whole)
 
-    args = ["--steps", "30", "--methods", "T-RHG", "BDA", "--iterations", "12", "--retrain", "5", "--recorded", "10"]
+    args = ["--steps", "30", "--methods", "BDA", "RHG", "--iterations", "12", "--retrain", "5", "--recorded", "10"]
     args += ["--out", str(tmp_path / "killed")]
-    second = tmp_path / "killed" / "digits" / "BDA-30-0.pt"
+    second = tmp_path / "killed" / "digits" / "RHG-30-0.pt"
     process = subprocess.Popen(command(*args), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     deadline = time.monotonic() + 200
     while not second.exists():
@@ -208,13 +208,13 @@ def test_killed_and_resumed(example: ModuleType, tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGKILL
     done = len(torch.load(second, weights_only=True)["state"]["curve"])
     assert 1 <= done < 12  # in the middle
-    before = (tmp_path / "killed" / "digits" / "T-RHG-30-0.pt").stat().st_mtime_ns
+    before = (tmp_path / "killed" / "digits" / "BDA-30-0.pt").stat().st_mtime_ns
 
     finished = script(*args, "--resume")
     assert finished.returncode == 0, finished.stderr
     resumed = json.loads((tmp_path / "killed" / "digits.json").read_text())
     assert without_times(resumed) == without_times(undisturbed)
-    assert (tmp_path / "killed" / "digits" / "T-RHG-30-0.pt").stat().st_mtime_ns == before  # not run again
+    assert (tmp_path / "killed" / "digits" / "BDA-30-0.pt").stat().st_mtime_ns == before  # not run again
     again = example.run(options(tmp_path / "killed", resume=True), "digits", whole)
     assert again["cells"] == resumed["cells"]  # nothing is left to do, not even the times change
     with pytest.raises(SystemExit, match="iterations was 12 and is 13"):
