@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _autograd as _hooks
 from torch.backends import cuda, mha
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -92,30 +93,39 @@ def refuse_reentrant(loss: Any, since: int) -> None:
         stack.extend(new)
 
 
-@contextlib.contextmanager
-def surroundings() -> Iterator[None]:
+class surroundings:
     """Make inner forward passes differentiable twice, and keep them from leaving anything behind.
 
     Fused attention has no second derivative, so its plain form is chosen. Autocast would keep a cast copy
     of the parameters of every step alive. A checkpoint inside the module is refused: it would recompute with parameters
     that are there no longer.
+
+    Not a generator: one that is interrupted on entering lives, with all it has switched, as long as the traceback does.
     """
-    cache, user = torch.is_autocast_cache_enabled(), object()
 
-    def tidy() -> None:
-        torch.set_autocast_cache_enabled(cache)
-        _PLAIN_ATTENTION.leave(user)
+    def __enter__(self) -> None:
+        """Turn the switches."""
+        self._cache, self._user = torch.is_autocast_cache_enabled(), object()
+        self._allowed = not _hooks._saved_tensors_hooks_get_disabled_error_message()
+        try:
+            torch.set_autocast_cache_enabled(False)
+            _PLAIN_ATTENTION.enter(self._user)
+            self._allowed = self._allowed and not _hooks._top_saved_tensors_default_hooks(False)
+            if self._allowed:
+                _hooks._saved_tensors_hooks_disable(_NO_HOOKS)
+        except BaseException:
+            _surely(self._tidy)
+            raise
 
-    try:
-        torch.set_autocast_cache_enabled(False)
-        _PLAIN_ATTENTION.enter(user)
-        if torch._C._autograd._top_saved_tensors_default_hooks(False):
-            yield
-        else:
-            with torch.autograd.graph.disable_saved_tensors_hooks(_NO_HOOKS):
-                yield
-    finally:
-        _surely(tidy)
+    def __exit__(self, *_: object) -> None:
+        """Turn them back."""
+        _surely(self._tidy)
+
+    def _tidy(self) -> None:
+        if self._allowed:
+            _hooks._saved_tensors_hooks_enable()
+        torch.set_autocast_cache_enabled(self._cache)
+        _PLAIN_ATTENTION.leave(self._user)
 
 
 class Ambient:

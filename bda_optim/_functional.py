@@ -159,20 +159,17 @@ def _twin(module: nn.Module, twins: dict[int, Any]) -> nn.Module:
         name: None if child is None else _twin(child, twins) for name, child in content["_modules"].items()
     }
     twin.__dict__.update(content)
-    for name in _slots(type(module)):
+    for name in _slots(type(module)):  # type: ignore[arg-type]
         if hasattr(module, name):
             object.__setattr__(twin, name, getattr(module, name))
     return twin
 
 
-def _slots(kind: type) -> list[str]:
-    """Return the names of the `__slots__` of a class, whose values are not in an object's `__dict__`."""
-    found = [(base, name) for base in kind.__mro__ for name in _names(base.__dict__.get("__slots__", ()))]
-    return [name for base, name in found if isinstance(base.__dict__.get(name), types.MemberDescriptorType)]
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: type) -> tuple[str, ...]:
+    """Return the names of the `__slots__` of a class (private ones as they are stored), which no `__dict__` holds."""
+    found = (item for base in kind.__mro__ for item in base.__dict__.items())
+    return tuple(name for name, value in found if isinstance(value, types.MemberDescriptorType))
 
 
 _EMPTY = (dict, OrderedDict, list, tuple, set, type(None))
@@ -189,7 +186,7 @@ def _redirect(twin: nn.Module, twins: dict[int, Any], places: dict[int, Place]) 
             continue
         content[key] = _redirected(value, twins, places)
     _note(content, places)
-    names = _slots(type(twin))
+    names = _slots(type(twin))  # type: ignore[arg-type]
     if names:
         held = {name: _redirected(getattr(twin, name), twins, places) for name in names if hasattr(twin, name)}
         for name, value in held.items():

@@ -66,7 +66,7 @@ def tidying(path: str) -> set[int]:
         bodies: list[ast.stmt] = []
         if isinstance(node, ast.Try):
             bodies = node.finalbody
-        elif isinstance(node, ast.FunctionDef) and node.name in ("__exit__", "leave"):
+        elif isinstance(node, ast.FunctionDef) and node.name in ("__exit__", "leave", "tidy", "_tidy", "_surely"):
             bodies = [node]
         elif isinstance(node, ast.With):  # leaving it is an event of its first line
             found.add(node.lineno)
@@ -115,12 +115,13 @@ class Trial:
             signal.setitimer(signal.ITIMER_REAL, seconds)
             self.run()
             signal.setitimer(signal.ITIMER_REAL, 0)
-            return False, self.wrong()
+            came = False
         except KeyboardInterrupt:
-            return True, self.wrong()
+            came = True
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+        return came, self.wrong()
 
     def wrong(self, tidied: bool = False) -> list[str]:
         found = []
