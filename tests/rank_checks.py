@@ -405,12 +405,36 @@ def data_parallel_derivatives_of_any_order(folder: Path) -> None:
     assert max(relative_error([a], [b]) for a, b in zip(got, want, strict=True)) < EXACT
 
 
+def data_parallel_over_tasks(folder: Path) -> None:
+    """`vmap` cannot batch a sum over ranks; the tasks run one after another, with a warning."""
+    model, both = Net(), tasks(2, examples=2 * dist.get_world_size())
+    mine = tuple(t.tensor_split(dist.get_world_size(), 1)[dist.get_rank()] for t in both)
+    inner = bda.BDAInnerOptimizer(model.head.parameters(), lr=0.3)
+    want = inner.unroll(model, loss, steps=2, batches=[both] * 2, tasks=2)
+    with pytest.warns(UserWarning, match="cannot be batched over tasks"):
+        got = inner.unroll(model, distributed.DataParallel(loss), steps=2, batches=[mine] * 2, tasks=2)
+    assert relative_error(list(got.params.values()), list(want.params.values())) < EXACT
+
+
+def copies_of_plain_modules(folder: Path) -> None:
+    """`local` may also be a copy of a module that is not sharded: it is filled, and its gradients are handed over."""
+    want, model, local = alone(3), Net(), Net(seed=4)
+    averager = distributed.Averager(model, local=local)
+    mine = distributed.shard(tasks(3))
+    with averager(weight=len(mine[0])):
+        adapt(local, mine)
+    assert relative_error(grads(model), want) < EXACT and not grads(local)
+
+
 def data_parallel_refusals(folder: Path) -> None:
     captured, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     with pytest.raises(ValueError, match=r"came by another way than its arguments; got one of 2 float32"):
         distributed.DataParallel(lambda y, x, b: (y * captured).sum())(y, None, None)
     with pytest.raises(ValueError, match="got a tensor of the batch that requires grad"):
         distributed.DataParallel(lambda y, x, b: (y * b).sum())(y, None, captured)
+    for wrong, got in ((lambda y, x, b: 1.0, "float"), (lambda y, x, b: y, "shape")):
+        with pytest.raises(TypeError, match=f"must be a scalar tensor; got {got}"):
+            distributed.DataParallel(wrong)(y, None, None)
     with torch.no_grad():
         rank, world = dist.get_rank(), dist.get_world_size()
         mean = distributed.DataParallel(lambda y, x, b: y.sum() * b, weight=lambda b: b)(y, None, rank)

@@ -95,9 +95,10 @@ class Averager:
         self._group = group
         self._parallel = [part for m in modules for part in m.modules() if isinstance(part, DistributedDataParallel)]
         self.local = map_leaves(unwrap, nn.Module, upper) if local is None else local
-        own, self._used = _variables(upper), _variables(self.local)
-        self._sharded: dict[str, Any] = {name: t for name, t in own.items() if is_sharded(t)}
-        _check(own, self._used, self._sharded)
+        self._own, self._used = _variables(upper), _variables(self.local)
+        _check(self._own, self._used)
+        pairs = zip(self._own.values(), self._used.values(), strict=True)
+        self._copied: list[tuple[Any, Tensor]] = [(p, q) for p, q in pairs if p is not q]
         self._bucket_mb, self._layout = bucket_mb, self._arranged(bucket_mb, idle=())
         if place(group)[1] > 1:
             self._broadcast()
@@ -144,27 +145,28 @@ class Averager:
 
     @torch.no_grad()
     def _gather(self) -> None:
-        """Bring the plain copies of sharded parameters up to date."""
-        for name, p in self._sharded.items():
-            self._used[name].copy_(p.full_tensor())
+        """Bring the plain copies up to date."""
+        for p, q in self._copied:
+            q.copy_(p.full_tensor() if is_sharded(p) else p)
 
     @torch.no_grad()
     def _scatter(self) -> None:
-        """Hand the averaged gradients of the plain copies to the sharded parameters, each rank its part."""
-        for name, p in self._sharded.items():
-            q = self._used[name]
-            if q.grad is not None:
-                mesh, placements = p.device_mesh, sys.modules["torch.distributed.tensor"]
-                whole = placements.DTensor.from_local(q.grad, mesh, [placements.Replicate()] * mesh.ndim)
-                part = whole.redistribute(placements=p.placements)  # no communication: each rank keeps its rows
-                p.grad = part if p.grad is None else p.grad + part
+        """Hand the averaged gradients of the plain copies to the originals, each rank its part of sharded ones."""
+        for p, q in self._copied:
+            grad: Any = q.grad
+            if grad is not None and is_sharded(p):
+                kinds = sys.modules["torch.distributed.tensor"]
+                whole = kinds.DTensor.from_local(grad, p.device_mesh, [kinds.Replicate()] * p.device_mesh.ndim)
+                grad = whole.redistribute(placements=p.placements)  # nothing is sent
+            if grad is not None:
+                p.grad = grad if p.grad is None else p.grad + grad
             q.grad = None
 
     @torch.no_grad()
     def _broadcast(self) -> None:
         """Give every rank the variables and buffers of the first one; sharded ones are one tensor anyway."""
         modules = [leaf for leaf in pytree.tree_leaves(self.local) if isinstance(leaf, nn.Module)]
-        alike = [t for name, t in self._used.items() if name not in self._sharded]
+        alike = [t for t in self._own.values() if not is_sharded(t)]
         alike += [buffer for module in modules for buffer in module.buffers()]
         everyone: Any = dist.group.WORLD
         first = dist.get_global_rank(self._group or everyone, 0)
@@ -280,7 +282,7 @@ def _variables(tree: Any) -> dict[str, Tensor]:
     return {name: t for name, t in found.items() if t.requires_grad}
 
 
-def _check(own: dict[str, Tensor], used: dict[str, Tensor], sharded: dict[str, Any]) -> None:
+def _check(own: dict[str, Tensor], used: dict[str, Tensor]) -> None:
     """Refuse upper variables that cannot be averaged, or a copy that is none."""
     for name, t in used.items():
         if is_sharded(t):
@@ -295,12 +297,10 @@ def _check(own: dict[str, Tensor], used: dict[str, Tensor], sharded: dict[str, A
             )
     if not used:
         raise ValueError("`upper` has no variable that requires grad. Pass the module or the tensors to be learned.")
-    if [(name, t.shape) for name, t in own.items()] != [(name, t.shape) for name, t in used.items()]:
-        differing = sorted({(n, *t.shape) for n, t in own.items()} ^ {(n, *t.shape) for n, t in used.items()})
+    mine, copy = ({f"{name} ({describe(t)})": None for name, t in tree.items()} for tree in (own, used))
+    if list(mine) != list(copy):
+        differing = sorted(mine.keys() ^ copy.keys()) or list(copy)
         raise ValueError(f"`local` must be a copy of `upper`; got other variables: {differing[:4]}. Copy it again.")
-    for name, p in sharded.items():
-        if used[name].dtype != p.dtype:
-            raise ValueError(f"`local` must be a copy of `upper`; got {describe(used[name])} for a {p.dtype} {name!r}.")
 
 
 def _check_weight(weight: float) -> None:

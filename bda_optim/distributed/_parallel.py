@@ -74,6 +74,7 @@ class DataParallel:
         with _shared(net, group) as (own_net, ys), _shared(hyper, group) as (own_hyper, xs):
             value = self.loss(own_net, own_hyper, batch)
         _refuse_others(value, [*ys, *xs])
+        value = value.reshape(())
         pair = torch.stack([weight * value, value.new_tensor(weight)])
         (summed,) = _Sum.apply(group, [pair.detach()], pair)  # type: ignore[no-untyped-call]
         mean: Tensor = summed[0] / summed[1].detach()
@@ -121,8 +122,13 @@ def _plain(module: nn.Module) -> nn.Module:
 
 
 def _refuse_others(value: Any, copies: Sequence[Tensor]) -> None:
-    ends = [t.grad_fn for t in copies if t.grad_fn is not None]
-    others = leaves([value], ends) if isinstance(value, Tensor) else []
+    """Raise where a loss is no scalar, or depends on more than the copies."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(
+            f"a data-parallel loss must be a scalar tensor; got {got}. Reduce it, for example by `.mean()`."
+        )
+    others = leaves([value], [t.grad_fn for t in copies if t.grad_fn is not None])
     if others:
         raise ValueError(
             "a data-parallel loss uses a tensor that requires grad but came by another way than its arguments; got one "
