@@ -96,6 +96,23 @@ def test_the_methods_see_the_same_and_the_parts_do_not_mix(example: ModuleType, 
             assert bytes((image * 255).round().to(torch.uint8).numpy()) in known[name]
 
 
+def test_omniglot_is_divided_at_random(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = torch.arange(1623, dtype=torch.int32).view(-1, 1, 1, 1).expand(-1, 20, 2, 2)
+    parts = dict(zip(("train", "val", "test"), numbers.split((1028, 172, 423)), strict=True))
+    monkeypatch.setattr(example._data, "omniglot", lambda root: parts)
+    found = example.load("omniglot", tmp_path)
+    assert {part: tuple(images.shape) for part, images in found.items()} == {
+        "train": (1100, 20, 1, 2, 2),
+        "val": (100, 20, 1, 2, 2),
+        "test": (423, 20, 1, 2, 2),
+    }
+    drawn = {part: set(images[:, 0, 0, 0, 0].tolist()) for part, images in found.items()}
+    assert set.union(*drawn.values()) == set(range(1623))  # 1623 in all, so that none is in two parts
+    assert len(drawn["test"] & set(range(1028))) > 200  # not the split of the loader, by alphabets
+    again = example.load("omniglot", tmp_path)
+    assert all(torch.equal(images, again[part]) for part, images in found.items())
+
+
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
