@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -479,6 +481,28 @@ def test_the_default_dtype_is_restored_in_a_replay() -> None:
         return found
 
     assert torch.equal(slope(torch.float32), slope(torch.float64))
+
+
+def test_a_context_of_the_users_own_that_is_left_before_the_backward_pass_is_noticed() -> None:
+    scale = [1.0]
+
+    @contextlib.contextmanager
+    def scaled(factor: float) -> Iterator[None]:
+        before, scale[0] = scale[0], factor
+        yield
+        scale[0] = before
+
+    x = double(0.5).requires_grad_()
+    for inside in (True, False):
+        with scaled(2.0):
+            y = bda.rollout(
+                lambda y, x, b: ((y - x) * scale[0]).square().sum(), None, double(1.0, 2.0), x, steps=4, lr=0.1,
+                adjoint=bda.Checkpointed(),
+            )  # fmt: skip
+            if inside:
+                assert torch.autograd.grad(y.sum(), x)[0].isfinite()
+    with pytest.raises(RuntimeError, match="another result than the first time"):
+        torch.autograd.grad(y.sum(), x)
 
 
 class Wavering(_replay.CompiledStep):
