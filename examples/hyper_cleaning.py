@@ -63,7 +63,7 @@ DECAY = 1e-4  # lambda
 LAST = 25  # steps that T-RHG differentiates
 RETRAIN = 200  # steps on the cleaned set, with LOWER_LR
 RECORDED = 200  # up to this K all steps are recorded, 1.5 MB each for BDA on MNIST; beyond, they are checkpointed
-EVERY = 10  # steps between two checkpoints: a state is small, 31 kB, against the record of a step
+EVERY = 10  # steps between two checkpoints: a state is small, 31 kB; so K = 800 takes 91 MiB over the data
 BINS = 20  # of the histograms of weights
 
 
@@ -347,12 +347,14 @@ def entry(found: Sequence[float], digits: int) -> str:
 def tables(results: Mapping[str, Any]) -> str:
     """Return the tables of the README, in Markdown."""
     lines, steps = [], sorted({cell["steps"] for cell in results["cells"]})
-    for key, title, digits in REPORTED:
+    for key, title, digits in (*REPORTED, ("seconds", "Wall time in s, one seed", 0)):
         lines += [f"| {title} |" + "".join(f" K = {k} |" for k in steps), "|---|" + "---:|" * len(steps)]
         for name, row in rows(results, key).items():
             lines.append(f"| {name} |" + "".join(f" {entry(row.get(k, []), digits)} |" for k in steps))
             if theirs := paper(results, key, name):
-                lines.append(f"| {name}, paper |" + "".join(f" {theirs.get(k, '-')} |" for k in steps))
+                lines.append(
+                    f"| {name}, paper |" + "".join(f" {theirs[k]:.2f} |" if k in theirs else " - |" for k in steps)
+                )
         lines.append("")
     for name in ("all labels", "right labels only"):
         lines.append(f"Plain training, {name}: {entry([row[name] for row in results['plain']], 2)} %.")
@@ -383,19 +385,21 @@ def accuracy_figure(results: Mapping[str, Any]) -> Figure:
 
 
 def weights_figure(results: Mapping[str, Any], steps: int) -> Figure:
-    """Draw histograms of sigmoid(x), summed over seeds."""
+    """Draw histograms of sigmoid(x), over all seeds together."""
     found = {name: row[steps] for name, row in rows(results, "weights").items() if steps in row}
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(3.6 * len(found), 3.8), layout="constrained")
         edges = [number / BINS for number in range(BINS + 1)]
         for ax, name in zip(fig.subplots(1, len(found), sharey=True, squeeze=False)[0], found, strict=True):
             for kind, color in (("right", "#0072B2"), ("wrong", "#D55E00")):
-                counts = [sum(each) for each in zip(*(weights[kind] for weights in found[name]), strict=True)]
-                ax.stairs(counts, edges, fill=True, alpha=0.6, color=color, label=f"{kind} label")
+                counts = torch.tensor([weights[kind] for weights in found[name]]).sum(0)
+                ax.stairs(counts / counts.sum(), edges, fill=True, alpha=0.6, color=color, label=f"{kind} label")
+            ax.set_yscale("log", nonpositive="clip")
+            ax.set_ylim(1e-3, 1)
             ax.axvline(0.5, color="black", linewidth=0.8, linestyle=":")
             ax.set_title(name)
             ax.set_xlabel(r"learned weight $\sigma(x_i)$")
-        fig.axes[0].set_ylabel("training samples")
+        fig.axes[0].set_ylabel("share of the samples")
         fig.legend(*fig.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
         fig.suptitle(f"Weights of right and wrong labels, {results['settings']['dataset']}, K = {steps}")
     return fig
