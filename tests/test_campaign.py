@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from campaign import registry
+import torch
+from campaign import awkward, layers, matrix, registry
+
+from bda_optim import _ambient, _functional
 
 
 @pytest.mark.parametrize("name", registry.PARTS)
 def test_bounded_part(name: str, record_property: Any) -> None:
     result = registry.smoke(name)
-    record_property("table", registry.table({name: result}))
+    record_property("table", "\n".join([*result.get("table", ()), registry.table({name: result})]))
     assert result["count"] > 0
     assert not result["failures"], "\n".join(result["failures"])
 
@@ -24,3 +27,23 @@ def test_full_run_is_recorded_and_found_nothing(name: str) -> None:
     assert result["count"] > 0 and result["failures"] == []
     assert {"torch", "python", "bda_optim"} <= result["versions"].keys()
     assert registry.load(name).row(result)
+
+
+def test_the_matrices_are_large_enough() -> None:
+    assert len(layers.CASES) >= 84
+    assert len(awkward.CASES) >= 40
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("spectral_norm", "not refused"), ("Linear", ""), ("MultiheadAttention without weights", "refused with")],
+)
+def test_the_matrix_notices_a_fault(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package's own care torch is wrong in silence, or raises; a plain layer is right all the same."""
+    torch.set_default_dtype(torch.float64)
+    assert matrix.judge(layers.CASES[name]).failure == ""
+    monkeypatch.setattr(_functional, "recompose", lambda twin: None)
+    idle = ((lambda: True, lambda on: None),) * len(_ambient._ATTENTION)
+    monkeypatch.setattr(_ambient, "_ATTENTION", idle)
+    failure = matrix.judge(layers.CASES[name]).failure
+    assert says in failure and bool(says) == bool(failure)

@@ -121,7 +121,28 @@ class HookedByMethod(nn.Module):
         return self.child(x)
 
 
+class Closures(nn.Module):
+    """Holds functions that hold it, one of its layers, one of its parameters, and one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.gain = nn.Linear(3, 3), nn.Parameter(torch.rand(3))
+        self.head = layer = nn.Linear(3, 3)
+        gain = self.gain
+
+        def scaled(x: Tensor) -> Tensor:
+            return x * gain
+
+        self.encode = lambda x: torch.tanh(self.body(x))
+        self.last = lambda x, *, scale=2.0: scale * layer(scaled(x))
+        self.body.register_forward_hook(lambda m, args, out: out + self.gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.encode(x), scale=0.5)
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
+    "closures": Closures,
     "linear": lambda: nn.Linear(3, 3),
     "mlp": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)),
     "tied": Tied,
@@ -400,8 +421,8 @@ def test_scripted_and_lazy_modules_are_refused() -> None:
         Skeleton(nn.LazyBatchNorm1d(affine=False))
 
 
-# A module that keeps methods bound to itself is a cycle, and so is its twin.
-@pytest.mark.parametrize("name", sorted(MODULES.keys() - {"referring", "hooked by a method"}))
+# A module that keeps methods bound to itself, or functions that hold it, is a cycle, and so is its twin.
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - {"referring", "hooked by a method", "closures"}))
 @pytest.mark.usefixtures("no_gc")
 def test_a_skeleton_is_freed_without_the_garbage_collector(name: str) -> None:
     module = MODULES[name]()

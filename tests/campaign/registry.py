@@ -28,7 +28,7 @@ import torch
 
 import bda_optim
 
-PARTS: tuple[str, ...] = ()
+PARTS: tuple[str, ...] = ("layers", "awkward")
 """The names of the parts; each is a module of this package."""
 
 RESULTS = Path(__file__).parent / "results"
