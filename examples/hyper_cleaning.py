@@ -415,7 +415,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="folder with MNIST/, FashionMNIST/; without it: digits"
     )
-    parser.add_argument("--dataset", choices=("mnist", "fashion_mnist"), default="mnist", help="the one in --data")
+    parser.add_argument("--dataset", choices=("mnist", "fashion_mnist"), help="which one of --data; without it: mnist")
     parser.add_argument("--steps", type=int, nargs="+", default=list(STEPS), metavar="K", help="lower steps")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="which ones to run")
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help="upper iterations")
@@ -426,12 +426,15 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if min(*args.steps, args.iterations, args.retrain) < 1:
         parser.error("--steps, --iterations and --retrain must be at least 1")
+    if args.dataset and args.data is None:
+        parser.error(f"--dataset {args.dataset} needs --data, the folder that holds it")
+    args.dataset = "digits" if args.data is None else args.dataset or "mnist"
     return args
 
 
 def main() -> None:
     args = parse()
-    dataset = "digits" if args.data is None else args.dataset
+    dataset = args.dataset
     results = run(args, dataset, load(dataset, args.data))
     write_json(args.out / f"{dataset}.json", results)
     shown = 200 if 200 in args.steps else args.steps[-1]

@@ -179,6 +179,24 @@ def test_smoke(example: ModuleType, tmp_path: Path) -> None:
         assert png.startswith(b"\x89PNG\r\n") and len(png) > 20_000
 
 
+def test_options(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """No option is ignored: --smoke leaves what is given, and a data set that cannot be used is refused."""
+
+    def parsed(*args: str) -> argparse.Namespace:
+        monkeypatch.setattr(sys, "argv", ["hyper_cleaning.py", *args])
+        return example.parse()
+
+    assert (parsed("--smoke").steps, parsed("--smoke").iterations, parsed().dataset) == ([2, 40], 2, "digits")
+    assert (parsed("--smoke", "--steps", "7").steps, parsed().steps) == ([7], [50, 100, 200, 400, 800])
+    assert parsed("--data", str(tmp_path)).dataset == "mnist"
+    for args, message in ((["--dataset", "mnist"], "needs --data"), (["--steps", "3", "0"], "at least 1")):
+        with pytest.raises(SystemExit):
+            parsed(*args)
+        assert message in capsys.readouterr().err
+
+
 def test_missing_data(tmp_path: Path) -> None:
     done = script("--data", str(tmp_path / "nowhere"), "--out", str(tmp_path))
     assert done.returncode == 1 and "Traceback" not in done.stderr
