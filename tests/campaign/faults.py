@@ -42,9 +42,10 @@ class Trial:
     """A form of inner loop with its own setting, into which one fault after another is injected."""
 
     def __init__(self, form: str) -> None:
+        self.switches = switches()  # before the library has run
         self.form, self.setting = form, Setting()
         self.want = self._run()
-        self.before, self.switches = self.setting.snapshot(), switches()
+        self.before = self.setting.snapshot()
 
     def _run(self) -> list[Tensor]:
         torch.manual_seed(1)

@@ -79,10 +79,11 @@ class Trial:
     """A form of inner loop that is interrupted again and again."""
 
     def __init__(self, form: str) -> None:
+        self.switches = switches()  # before the library has run
         self.form, self.setting = form, Setting()
         self.run()  # what is built once is built
         self.want = self.run()
-        self.before, self.switches = self.setting.snapshot(), switches()
+        self.before = self.setting.snapshot()
 
     def run(self) -> list[Any]:
         torch.manual_seed(1)
