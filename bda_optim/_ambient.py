@@ -101,17 +101,12 @@ class surroundings:
     that are there no longer.
 
     Not a generator: one that is interrupted on entering lives, with all it has switched, as long as the traceback does.
-    An interrupt may also come before the first instruction of `__exit__`; then the switches are turned back when the
-    object is freed.
     """
-
-    _on = False
 
     def __enter__(self) -> None:
         """Turn the switches."""
         self._cache, self._user = torch.is_autocast_cache_enabled(), object()
         self._allowed = not _hooks._saved_tensors_hooks_get_disabled_error_message()
-        self._on = True
         try:
             torch.set_autocast_cache_enabled(False)
             _PLAIN_ATTENTION.enter(self._user)
@@ -126,17 +121,11 @@ class surroundings:
         """Turn them back."""
         _surely(self._tidy)
 
-    def __del__(self) -> None:
-        """Turn them back, if nothing else did."""
-        if self._on:
-            self._tidy()
-
     def _tidy(self) -> None:
         if self._allowed:
             _hooks._saved_tensors_hooks_enable()
         torch.set_autocast_cache_enabled(self._cache)
         _PLAIN_ATTENTION.leave(self._user)
-        self._on = False
 
 
 class Ambient:

@@ -16,6 +16,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -116,13 +117,14 @@ class Trial:
             signal.setitimer(signal.ITIMER_REAL, seconds)
             self.run()
             signal.setitimer(signal.ITIMER_REAL, 0)
-            came = False
-        except KeyboardInterrupt:
-            came = True
+            came, tidied = False, False
+        except KeyboardInterrupt as caught:
+            path, line, *_ = traceback.extract_tb(caught.__traceback__)[-1]
+            came, tidied = True, path.startswith(PACKAGE) and line in tidying(path)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-        return came, self.wrong()
+        return came, self.wrong(tidied)
 
     def wrong(self, tidied: bool = False) -> list[str]:
         found = []
