@@ -28,7 +28,7 @@ import torch
 
 import bda_optim
 
-PARTS: tuple[str, ...] = ("layers", "awkward")
+PARTS: tuple[str, ...] = ("layers", "awkward", "faults", "interrupts", "kills", "threads")
 """The names of the parts; each is a module of this package."""
 
 RESULTS = Path(__file__).parent / "results"
