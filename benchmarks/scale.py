@@ -42,8 +42,8 @@ of 250 to 430.
 The model on paper: nodes of 8 GPUs, 200 GB/s and 5 us per message inside a node, 20 GB/s and 15 us between nodes; ring
 or tree, whichever is faster; equal tasks, float32, and nothing overlapped (`backwards=` sends earlier). The seconds per
 task, used in the last table alone, are assumptions too. What it says: the exchange does not depend on K, so longer
-inner loops scale better; latency decides for small upper variables (below some MB), bandwidth for large ones, and from 64 to
-1024 GPUs little changes; what ends scaling is the number of tasks: more GPUs than tasks per upper iteration have
+inner loops scale better; latency decides for small upper variables (below some MB), bandwidth for large ones, and from
+64 to 1024 GPUs little changes; what ends scaling is the number of tasks: more GPUs than tasks per upper iteration have
 nothing to do.
 """
 
