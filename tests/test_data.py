@@ -78,6 +78,7 @@ def test_idx(data: ModuleType, tmp_path: Path, loader: str, folder: str, packed:
         (gzip.compress(b"\0\0\x0d\1\0\0\0\1"), "starts with"),  # floats
         (b"<html>not found</html>", "damaged"),
     ],
+    ids=["cut off", "too short", "floats", "no archive"],  # by its bytes, an archive has another name every second
 )
 def test_idx_damaged(data: ModuleType, tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "x.gz"
