@@ -21,7 +21,7 @@ import bda_optim as bda
 
 STEPS, LR, UPPER_LR, WEIGHT = 3, 0.1, 0.05, 0.4
 SWEEP = (1e-5, 1e-6, 1e-4, 1e-7, 1e-8, 1e-9)
-TOLERANCE = 1e-5
+TOLERANCE = 1e-7  # the demand is 1e-5; differences reach 1e-9, and torch's weight_norm is off by 7e-6 here
 NAMED = (NotImplementedError, RuntimeError, ValueError, TypeError)
 
 

@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -28,7 +29,7 @@ import torch
 
 import bda_optim
 
-PARTS: tuple[str, ...] = ("layers", "awkward", "faults", "interrupts", "kills", "threads")
+PARTS: tuple[str, ...] = ("fuzz", "mutants", "layers", "awkward", "faults", "interrupts", "kills", "threads")
 """The names of the parts; each is a module of this package."""
 
 RESULTS = Path(__file__).parent / "results"
@@ -47,13 +48,20 @@ def measured(run: Callable[[], Result]) -> Result:
     result = run()
     result.setdefault("seconds", round(time.perf_counter() - start, 1))
     result["versions"] = {
-        "bda_optim": bda_optim.__version__,
+        "bda_optim": _version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.system(),
     }
     result["date"] = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     return result
+
+
+def _version() -> str:
+    """The package's version, also in a checkout that is not installed."""
+    project = (Path(__file__).resolve().parent.parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'^version = "(.+?)"', project, flags=re.MULTILINE)
+    return found[1] if found else bda_optim.__version__
 
 
 def full(name: str, args: Namespace) -> Result:
