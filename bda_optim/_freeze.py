@@ -75,7 +75,7 @@ class _Walker:
 
     def _visit_object(self, value: Any, depth: int) -> Hashable:
         if hasattr(type(value), "frozen"):  # it says itself what it depends on
-            return type(value).__name__, self.visit(value.frozen(), depth)
+            return type(value).__name__, self.visit(value.frozen(), depth + 1)  # its tuple is no level of its own
         if depth == 0 or isinstance(value, types.ModuleType | types.BuiltinFunctionType):
             return Ref(value)
         if isinstance(value, types.FunctionType):

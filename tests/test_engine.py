@@ -202,6 +202,21 @@ def test_functions_made_anew_and_other_data_compile_nothing_new(traced: list[int
     assert counts[0] == counts[-1]
 
 
+def test_tasks_with_upper_variables_compile_nothing_new(traced: list[int]) -> None:
+    """Nested one deeper than a single task: what is too deep is compared by identity, and another one every time."""
+
+    def run() -> bda.Hypergradient:
+        return bda.hypergradient(
+            lambda y, x, b: ((y["a"] - x["w"][0]) ** 2).sum() * b, lambda y, x, b: y["a"].sum(), {"a": torch.ones(3)},
+            {"w": [torch.tensor(0.5)]}, steps=2, lr=0.1, tasks=4, batches=[torch.ones(4)] * 2, compile="reverse",
+        )  # fmt: skip
+
+    first, _ = run(), run()  # the first looks at an uncompiled step
+    count = len(traced)
+    assert torch.equal(run().grad["w"][0], first.grad["w"][0])
+    assert len(traced) == count > 0
+
+
 def test_another_flag_or_number_in_a_closure_is_another_problem(traced: list[int]) -> None:
     for power in (2, 4):
         lower = lambda y, x, b: ((y - x) ** power).sum()  # noqa: B023, E731
