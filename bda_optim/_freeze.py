@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._tree import layout
+from ._tree import Frozen, layout
 
-_DEPTH = 6
+_DEPTH = 3  # so many functions and objects are followed: a loss, a helper it calls, what that refers to
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 
 
@@ -74,9 +74,16 @@ class _Walker:
         return self._visit_object(value, depth)
 
     def _visit_object(self, value: Any, depth: int) -> Hashable:
-        if hasattr(type(value), "frozen"):  # it says itself what it depends on
-            return type(value).__name__, self.visit(value.frozen(), depth + 1)  # its tuple is no level of its own
-        if depth == 0 or isinstance(value, types.ModuleType | types.BuiltinFunctionType):
+        if isinstance(value, Frozen):  # as deep as it goes: it says itself what it depends on, however it is nested
+            return type(value).__name__, self.visit(value.frozen(), _DEPTH)
+        if isinstance(value, list | tuple):  # a container is no step away: what it holds is compared, not itself
+            return type(value).__name__, tuple(self.visit(item, depth) for item in value)
+        if isinstance(value, dict):
+            return "dict", tuple((str(key), self.visit(item, depth)) for key, item in value.items())
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            return type(value).__name__, self.visit(fields, depth)
+        if depth <= 0 or isinstance(value, types.ModuleType | types.BuiltinFunctionType):
             return Ref(value)
         if isinstance(value, types.FunctionType):
             return self._visit_function(value, depth - 1)
@@ -84,15 +91,8 @@ class _Walker:
             return "method", self.visit(value.__func__, depth - 1), self.visit(value.__self__, depth - 1)
         if isinstance(value, functools.partial):
             return "partial", self.visit((value.func, value.args, value.keywords), depth - 1)
-        if isinstance(value, list | tuple):
-            return type(value).__name__, tuple(self.visit(item, depth - 1) for item in value)
-        if isinstance(value, dict):
-            return "dict", tuple((str(key), self.visit(item, depth - 1)) for key, item in value.items())
         if isinstance(value, nn.Module):
             return "module", Ref(value), tuple(_configuration(value)), self._loose(value, depth - 1)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-            return type(value).__name__, self.visit(fields, depth - 1)
         if hasattr(value, "__dict__"):
             return Ref(value), self.visit(vars(value), depth - 1)
         return Ref(value)

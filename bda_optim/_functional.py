@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ._recompose import recompose
-from ._tree import Filler, Slot, Slots, refuse_sharded
+from ._tree import Filler, Frozen, Slot, Slots, refuse_sharded
 
 
 class Place(NamedTuple):
@@ -43,7 +43,7 @@ class Place(NamedTuple):
         return value
 
 
-class Skeleton:
+class Skeleton(Frozen):
     """A twin of a module whose parameters and buffers can be replaced.
 
     Attributes:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._ambient import Ambient, refuse_reentrant, sequence_number
 from ._functional import Skeleton
-from ._tree import Slot, Template, map_tensors, one_by_one, over_tasks, replace_tensors, tensors
+from ._tree import Frozen, Slot, Template, map_tensors, one_by_one, over_tasks, replace_tensors, tensors
 
 Loss: TypeAlias = Callable[[Any, Any, Any], Tensor]
 """``loss(params_or_net, hyper, batch)`` -> a scalar."""
@@ -23,7 +23,7 @@ Objective: TypeAlias = Callable[[Loss, Sequence[Tensor], Buffers, Sequence[Tenso
 """``objective(loss, params, buffers, hyper, batch)`` -> the loss at flat tensors, and the buffers as it left them."""
 
 
-class TreeObjective:
+class TreeObjective(Frozen):
     """Losses of a tree of tensors."""
 
     def __init__(self, params: Any, hyper: Template) -> None:
@@ -41,7 +41,7 @@ class TreeObjective:
         return loss(replace_tensors(self._params, params), self._hyper.fill(hyper), batch), buffers
 
 
-class ModuleObjective:
+class ModuleObjective(Frozen):
     """Losses of a module; the tensors are laid into its skeleton."""
 
     def __init__(self, skeleton: Skeleton, names: Sequence[str], others: dict[str, Slot], hyper: Template) -> None:
@@ -99,7 +99,7 @@ class OverTasks:
         return result
 
 
-class TasksObjective:
+class TasksObjective(Frozen):
     """The same loss on many tasks at once: parameters, buffers and batches have a task dimension in front."""
 
     def __init__(self, objective: Objective, tasks: int, over: OverTasks | None = None) -> None:

@@ -143,6 +143,14 @@ def _names(tree: Any, name: str) -> Iterator[str]:
         yield name
 
 
+class Frozen:
+    """Something that says itself what a trace of it depends on."""
+
+    def frozen(self) -> Any:
+        """Return it."""
+        raise NotImplementedError
+
+
 class Filler:
     """A leaf that becomes a value once the tensors of the slots are known."""
 
@@ -176,7 +184,7 @@ class _Fields(Filler):
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
-class Template:
+class Template(Frozen):
     """A tree with slots in the place of tensors."""
 
     def __init__(self, leaves: list[Any], spec: Any) -> None:

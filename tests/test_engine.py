@@ -328,6 +328,59 @@ def test_commit_after_a_compiled_rollout_keeps_plain_counts(traced: list[int]) -
     assert inner.state[model[0].weight]["step"] == 3 and type(inner.state[model[0].weight]["step"]) is int
 
 
+def trees_of_tasks(count: int, **options: Any) -> Any:
+    tasks = torch.ones(count, 3, dtype=torch.float64)
+    hyper = {"a": [torch.ones((), dtype=torch.float64), {"b": torch.zeros(3, dtype=torch.float64)}]}
+    y0 = {"y": torch.zeros(3, dtype=torch.float64)}
+    return bda.hypergradient(
+        lambda y, x, b: ((y["y"] - x["a"][0] * b - x["a"][1]["b"]) ** 2).sum(), lambda y, x, b: y["y"].sum(), y0, hyper,
+        steps=2, batches=[tasks] * 2, tasks=count, compile="reverse", **options,
+    )  # fmt: skip
+
+
+def head_of_tasks() -> Any:
+    torch.manual_seed(0)
+    model = HEADED
+    inner = bda.BDAInnerOptimizer(model[2].parameters(), lr=0.1)
+    data = torch.randn(2, 5, 4), torch.randint(0, 3, (2, 5))
+    fmodel = inner.unroll(
+        model, lambda net, x, b: F.cross_entropy(net(b[0]), b[1]), steps=2, batches=[data] * 2, tasks=2,
+        compile="reverse",
+    )  # fmt: skip
+    return fmodel.losses(lambda net, x, b: F.cross_entropy(net(b[0]), b[1]), None, data).sum().backward()
+
+
+class Headed(nn.Sequential):
+    frozen = "the first layer"  # a name that this package uses, too
+
+
+HEADED = Headed(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(
+    "once",
+    [
+        lambda: trees_of_tasks(2, lr=0.1),
+        lambda: trees_of_tasks(2, lr=torch.tensor(0.1), alpha=bda.harmonic(torch.tensor(0.5))),
+        lambda: trees_of_tasks(2, lr=0.1, prox=bda.prox.l1(lambda x: x["a"][0])),
+        head_of_tasks,
+        lambda: counterexample(6, alpha=bda.harmonic(torch.tensor(0.5)), compile="reverse"),
+    ],
+    ids=["trees", "learned settings", "prox", "head", "counter-example"],
+)
+def test_nothing_is_built_twice(once: Callable[[], Any], traced: list[int]) -> None:
+    """An upper iteration makes its losses, batches and settings anew; the programs are those of the first two.
+
+    (The very first call of a step is recorded, not compiled: it is looked at what the step depends on.)
+    """
+    once()
+    once()
+    built = len(traced)
+    assert built
+    once()
+    assert len(traced) == built
+
+
 def test_engines_go_with_their_loss(traced: list[int]) -> None:
     def problem() -> weakref.ref[Any]:
         scope: dict[str, Any] = {}
