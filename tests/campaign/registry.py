@@ -29,7 +29,7 @@ import torch
 
 import bda_optim
 
-PARTS: tuple[str, ...] = ("fuzz", "mutants", "layers", "awkward", "faults", "interrupts", "kills", "threads")
+PARTS: tuple[str, ...] = ("fuzz", "mutants", "layers", "awkward", "faults", "interrupts", "kills", "threads", "memory")
 """The names of the parts; each is a module of this package."""
 
 RESULTS = Path(__file__).parent / "results"
