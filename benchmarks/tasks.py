@@ -2,7 +2,8 @@
 
     python -m benchmarks.tasks
 
-Latest output (the machine had a load of 1.2 to 1.9 from other work):
+Latest output (the machine had a load of 1.2 to 1.9 from other work; before small batched products were spelled out and
+a compiled call needed less Python, which took the compiled heads from 8.7 to 6.2 ms; not recorded anew yet):
 
 2026-11-16; x86_64, 2 cores, CPU, one thread, float32; torch 2.13.0+cpu, higher 0.2.1, torchopt 0.7.3, jax 0.10.2
 
