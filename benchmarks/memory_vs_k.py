@@ -37,13 +37,13 @@ reached  ours, Checkpointed, compiled, K=100000, GiB: 0.192 (<= 1)
 Missed: Checkpointed() grows by 1/15.6 of higher's growth at K=1000 instead of 1/20 (44.7 MiB; 32 stored states are
 10.4 MiB, and a replayed segment of 32 recorded steps is about 22 MiB at higher's 0.7 MiB a step). The rest are holes
 in the heap: with MALLOC_MMAP_THRESHOLD_=8192, where every larger block goes back to the system at once, the same run
-grows by 30.6 MiB, and with slots=10 by 8.9 instead of 23 to 32 MiB (higher was not run so, and it is slower).
-What makes the holes are small tensors that are kept: losses, and flags of compared replays. With both in blocks, and
+grows by 30.6 MiB, and with slots=10 by 8.9 instead of 23 to 32 MiB (higher was not run so, and it is slower). What
+makes the holes are small tensors that are kept: losses, and flags of compared replays. With both in blocks, and
 segments of 0.7 sqrt(K) steps, single runs under load grew by 36 MiB (1/19.4 of higher), with slots=10 by 11 (1/63).
 In the run above slots=10 reaches 1/30. Compiled, Checkpointed() takes 1.01 times eager Unroll instead of 1.00. The
-errors of 3e-3 are those of float32 after 1000 steps of a ReLU network, in which activations flip (higher, and code by hand: 8e-4); in
-float64 the hypergradients by hand and of Checkpointed() at K=1000 differ by 7e-16. This run exited with status 1,
-because it still allowed errors of 1e-3; 1e-2 is allowed since.
+errors of 3e-3 are those of float32 after 1000 steps of a ReLU network, in which activations flip (higher, and code by
+hand: 8e-4); in float64 the hypergradients by hand and of Checkpointed() at K=1000 differ by 7e-16. This run exited
+with status 1, because it still allowed errors of 1e-3; 1e-2 is allowed since.
 """
 
 from __future__ import annotations
