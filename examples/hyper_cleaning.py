@@ -28,18 +28,16 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import _data
-import matplotlib
 import torch
 import torch.nn.functional as F
+from _cleaning_report import accuracy_figure, tables, weights_figure
 from _run import Checkpoint, arguments, write_json
-from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
@@ -54,37 +52,31 @@ SCALE = {
     "digits": 1.0,
 }  # of pixels from 0 to 1: so one rate suits all sets, see load
 STEPS = (50, 100, 200, 400, 800)  # K
-LOWER_LR = 2.0  # s_l
-UPPER_LR = 4.0  # s_u, the rate of the upper direction inside the lower steps
-C = 40.0  # of BDA's alpha_k = C / k, clipped below 1
-X_LR = 2.0  # of Adam on x
-ITERATIONS = 4  # of Adam, the same for all methods
+ITERATIONS = 4  # of Adam on x, the same for all methods
 DECAY = 1e-4  # lambda
-LAST = 25  # steps that T-RHG differentiates
-RETRAIN = 200  # steps on the cleaned set, with LOWER_LR
+RETRAIN = 200  # steps on the cleaned set
+RETRAIN_LR = 2.0
 RECORDED = 200  # up to this K all steps are recorded, 1.5 MB each for BDA on MNIST; beyond, they are checkpointed
 EVERY = 10  # steps between two checkpoints: a state is small, 31 kB; so K = 800 takes 91 MiB over the data
 BINS = 20  # of the histograms of weights
 
 
 class Method(NamedTuple):
-    """What tells the methods apart."""
+    """What tells the methods apart, and the rates of each, which hyper_cleaning_choice.py chose."""
 
-    alpha: float | Callable[[int], float | Tensor] = 0.0
-    last: int | None = None
+    lower_lr: float = 2.0  # s_l
+    x_lr: float = 2.0  # of Adam on x
+    c: float = 0.0  # of alpha_k = c / k, clipped below 1
+    upper_lr: float = 1.0  # s_u, the rate of the upper direction inside the lower steps
+    last: int | None = None  # steps that are differentiated; None: all
     validation_in_lower: bool = False
 
 
 METHODS = {
     "RHG": Method(),
-    "T-RHG": Method(last=LAST),
-    "BDA": Method(alpha=bda.harmonic(C)),
+    "T-RHG": Method(last=25),
+    "BDA": Method(c=40.0, upper_lr=4.0),
     "RHG+val": Method(validation_in_lower=True),
-}
-PAPER = {  # Table 2, MNIST: K -> accuracy in %
-    "RHG": {50: 88.96, 100: 89.73, 200: 90.13, 400: 90.19, 800: 90.15},
-    "T-RHG": {50: 87.90, 100: 88.28, 200: 88.50, 400: 88.52, 800: 89.99},
-    "BDA": {50: 89.12, 100: 90.12, 200: 90.57, 400: 90.81, 800: 90.86},
 }
 
 # --- the data ---------------------------------------------------------------------------------------------------------
@@ -165,7 +157,9 @@ class Problem:
     def __init__(self, data: Data, method: Method, steps: int, recorded: int = RECORDED) -> None:
         self.data, self.method, self.steps = data, method, steps
         self.model = regression(data)
-        self.inner = bda.BDAInnerOptimizer(self.model.parameters(), lr=LOWER_LR, upper_lr=UPPER_LR, alpha=method.alpha)
+        alpha = bda.harmonic(method.c) if method.c else 0.0
+        rates = {"lr": method.lower_lr, "upper_lr": method.upper_lr}
+        self.inner = bda.BDAInnerOptimizer(self.model.parameters(), alpha=alpha, **rates)
         self.adjoint = bda.Unroll() if steps <= recorded else bda.Checkpointed(every=EVERY)
         if method.last is not None:
             self.adjoint = bda.Truncated(last=method.last)
@@ -192,7 +186,7 @@ class Problem:
 def train(data: Data, weights: Tensor, steps: int) -> torch.nn.Module:
     """Fit a fresh model with fixed weights, and no validation data."""
     model = regression(data)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LOWER_LR)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RETRAIN_LR)
     for _ in range(steps):
         optimizer.zero_grad()
         weighted(model, weights, data).backward()
@@ -244,10 +238,12 @@ def references(data: Data, retrain: int) -> dict[str, float]:
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
-def solve(problem: Problem, checkpoint: Checkpoint, iterations: int, retrain: int, tick: Callable[[int], Any]) -> None:
-    """Run Adam on x, from x = 0, with a checkpoint after every upper iteration; the last one has the report."""
+def solve(
+    problem: Problem, checkpoint: Checkpoint, iterations: int, retrain: int, tick: Callable[[int], Any]
+) -> dict[str, Any]:
+    """Run Adam on x, from x = 0, with a checkpoint after every upper iteration; return the last, which has a report."""
     x = torch.zeros(problem.data.wrong.shape, device=problem.data.wrong.device, requires_grad=True)
-    outer = torch.optim.Adam([x], lr=X_LR)
+    outer = torch.optim.Adam([x], lr=problem.method.x_lr)
     state = checkpoint.load() or {"curve": [], "seconds": 0.0}
     if state["curve"]:
         x.data.copy_(state["x"])
@@ -264,6 +260,7 @@ def solve(problem: Problem, checkpoint: Checkpoint, iterations: int, retrain: in
             state["report"] = report(problem, x, retrain)
         state |= {"x": x.detach(), "adam": outer.state_dict(), "seconds": time.perf_counter() - start}
         checkpoint.save(state)
+    return state
 
 
 def finished(folder: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -273,9 +270,14 @@ def finished(folder: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         found = torch.load(path, weights_only=True)
         which = {key: found["settings"].get(key) for key in ("method", "steps", "seed")}
         state = found["state"]
-        if found["settings"] == settings | which and "report" in state:
+        if found["settings"] == identity(settings, **which) and "report" in state:
             cells.append({**which, **state["report"], "curve": state["curve"], "seconds": round(state["seconds"], 1)})
     return cells
+
+
+def identity(settings: Mapping[str, Any], method: str, steps: int, seed: int) -> dict[str, Any]:
+    """Return all that the numbers of a run depend on."""
+    return {**settings, "method": method, "steps": steps, "seed": seed, **METHODS[method]._asdict()}
 
 
 def run(args: argparse.Namespace, dataset: str, whole: Part) -> dict[str, Any]:
@@ -286,11 +288,9 @@ def run(args: argparse.Namespace, dataset: str, whole: Part) -> dict[str, Any]:
         "scale": SCALE[dataset],
         "iterations": args.iterations,
         "retrain": args.retrain,
+        "retrain_lr": RETRAIN_LR,
         "recorded": args.recorded,
-        "rates": {"lower": LOWER_LR, "upper": UPPER_LR, "x": X_LR},
-        "c": C,
         "decay": DECAY,
-        "last": LAST,
     }
     asked, plain, folder = list(itertools.product(args.seeds, args.steps, args.methods)), [], args.out / dataset
     with tqdm(total=len(asked) * args.iterations, desc=dataset, unit="iteration", disable=None) as bar:
@@ -299,7 +299,8 @@ def run(args: argparse.Namespace, dataset: str, whole: Part) -> dict[str, Any]:
             for steps, name in itertools.product(args.steps, args.methods):
                 which = {"method": name, "steps": steps, "seed": seed}
                 bar.set_postfix(which)
-                checkpoint = Checkpoint(folder / f"{name}-{steps}-{seed}.pt", settings | which, resume=args.resume)
+                path, what = folder / f"{name}-{steps}-{seed}.pt", identity(settings, **which)
+                checkpoint = Checkpoint(path, what, resume=args.resume)
                 problem = Problem(data, METHODS[name], steps, args.recorded)
                 solve(problem, checkpoint, args.iterations, args.retrain, bar.update)
             checkpoint = Checkpoint(folder / f"plain-{seed}.pt", settings | {"seed": seed}, resume=args.resume)
@@ -309,101 +310,9 @@ def run(args: argparse.Namespace, dataset: str, whole: Part) -> dict[str, Any]:
     cells = finished(folder, settings)  # with --resume also those of earlier runs with other K, methods or seeds
     if not args.resume:
         cells = [cell for cell in cells if (cell["seed"], cell["steps"], cell["method"]) in asked]
-    return {"settings": settings, "date": datetime.date.today().isoformat(), "cells": cells, "plain": plain}
-
-
-# --- tables and figures -----------------------------------------------------------------------------------------------
-
-REPORTED = (
-    ("accuracy", "Test accuracy of y_K in %", 2),
-    ("f1", "F1 of finding the wrong labels", 4),
-    ("retrained", "Test accuracy in % after retraining on the cleaned set", 2),
-)
-COLORS = {"RHG": "#0072B2", "T-RHG": "#009E73", "BDA": "#D55E00", "RHG+val": "#777777"}
-STYLE = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
-
-
-def rows(results: Mapping[str, Any], key: str) -> dict[str, dict[int, list[Any]]]:
-    """Return method -> K -> one value per seed."""
-    found: dict[str, dict[int, list[Any]]] = {name: {} for name in METHODS}
-    for cell in sorted(results["cells"], key=lambda cell: (cell["steps"], cell["seed"])):
-        found[cell["method"]].setdefault(cell["steps"], []).append(cell[key])
-    return {name: row for name, row in found.items() if row}
-
-
-def paper(results: Mapping[str, Any], key: str, name: str) -> dict[int, float]:
-    """Return K -> the paper's number, where it has one, for the K that were run."""
-    theirs = PAPER.get(name, {}) if key == "accuracy" and results["settings"]["dataset"] == "mnist" else {}
-    return {k: theirs[k] for k in sorted({cell["steps"] for cell in results["cells"]} & theirs.keys())}
-
-
-def entry(found: Sequence[float], digits: int) -> str:
-    """Mean, and standard deviation where there are several."""
-    if not found:
-        return "-"
-    spread = f" ± {statistics.stdev(found):.{digits}f}" if len(found) > 1 else ""
-    return f"{statistics.mean(found):.{digits}f}{spread}"
-
-
-def tables(results: Mapping[str, Any]) -> str:
-    """Return the tables of the README, in Markdown."""
-    lines, steps = [], sorted({cell["steps"] for cell in results["cells"]})
-    for key, title, digits in (*REPORTED, ("seconds", "Wall time in s, one seed", 0)):
-        lines += [f"| {title} |" + "".join(f" K = {k} |" for k in steps), "|---|" + "---:|" * len(steps)]
-        for name, row in rows(results, key).items():
-            lines.append(f"| {name} |" + "".join(f" {entry(row.get(k, []), digits)} |" for k in steps))
-            if theirs := paper(results, key, name):
-                lines.append(
-                    f"| {name}, paper |" + "".join(f" {theirs[k]:.2f} |" if k in theirs else " - |" for k in steps)
-                )
-        lines.append("")
-    for name in ("all labels", "right labels only"):
-        lines.append(f"Plain training, {name}: {entry([row[name] for row in results['plain']], 2)} %.")
-    return "\n".join(lines)
-
-
-def accuracy_figure(results: Mapping[str, Any]) -> Figure:
-    """Draw the three numbers against K; bars are standard deviations over seeds, dotted lines the paper's."""
-    steps = sorted({cell["steps"] for cell in results["cells"]})
-    with matplotlib.rc_context(STYLE):
-        fig = Figure(figsize=(14, 4.6), layout="constrained")
-        for ax, (key, title, _) in zip(fig.subplots(1, 3), REPORTED, strict=True):
-            for name, row in rows(results, key).items():
-                means = [statistics.mean(found) for found in row.values()]
-                bars = [statistics.stdev(found) if len(found) > 1 else 0.0 for found in row.values()]
-                ax.errorbar(list(row), means, bars, color=COLORS[name], marker="o", ms=5, capsize=3, label=name)
-                if theirs := paper(results, key, name):
-                    ax.plot(list(theirs), list(theirs.values()), ":", color=COLORS[name], label=f"{name}, paper")
-            ax.set_xscale("log", base=2)
-            ax.set_xticks(steps, [str(k) for k in steps])
-            ax.minorticks_off()
-            ax.grid(color="#e6e6e6")
-            ax.set_xlabel("lower steps $K$")
-            ax.set_title(title.replace("y_K", "$y_K$"), fontsize=11)
-        fig.legend(*fig.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False)
-        fig.suptitle(f"Hyper-cleaning, {results['settings']['dataset']}")
-    return fig
-
-
-def weights_figure(results: Mapping[str, Any], steps: int) -> Figure:
-    """Draw histograms of sigmoid(x), over all seeds together."""
-    found = {name: row[steps] for name, row in rows(results, "weights").items() if steps in row}
-    with matplotlib.rc_context(STYLE):
-        fig = Figure(figsize=(3.6 * len(found), 3.8), layout="constrained")
-        edges = [number / BINS for number in range(BINS + 1)]
-        for ax, name in zip(fig.subplots(1, len(found), sharey=True, squeeze=False)[0], found, strict=True):
-            for kind, color in (("right", "#0072B2"), ("wrong", "#D55E00")):
-                counts = torch.tensor([weights[kind] for weights in found[name]]).sum(0)
-                ax.stairs(counts / counts.sum(), edges, fill=True, alpha=0.6, color=color, label=f"{kind} label")
-            ax.set_yscale("log", nonpositive="clip")
-            ax.set_ylim(1e-3, 1)
-            ax.axvline(0.5, color="black", linewidth=0.8, linestyle=":")
-            ax.set_title(name)
-            ax.set_xlabel(r"learned weight $\sigma(x_i)$")
-        fig.axes[0].set_ylabel("share of the samples")
-        fig.legend(*fig.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-        fig.suptitle(f"Weights of right and wrong labels, {results['settings']['dataset']}, K = {steps}")
-    return fig
+    methods = {name: METHODS[name]._asdict() for name in dict.fromkeys(cell["method"] for cell in cells)}
+    today = datetime.date.today().isoformat()
+    return {"settings": settings, "methods": methods, "date": today, "cells": cells, "plain": plain}
 
 
 # --- what the command does --------------------------------------------------------------------------------------------

@@ -46,13 +46,13 @@ def settings(example: ModuleType) -> Any:
 
 def tasks_of(example: ModuleType, settings: Any, count: int = 3) -> Any:
     """Tasks in float64."""
-    tasks = example.draw(example.made()["train"], count, settings, settings.queries, 0, rotate=True)
+    tasks = example.draw(example.load("made", Path())["train"], count, settings, settings.queries, 0, rotate=True)
     return tasks._replace(support=tasks.support.double(), query=tasks.query.double())
 
 
 def learner_of(example: ModuleType, settings: Any, method: Any) -> Any:
     torch.manual_seed(1)
-    net = example.Conv4((1, 28, 28), 4, settings.ways).double()
+    net = example.Conv4((1, 28, 28), (4, 4, 4, 4), settings.ways).double()
     return example.Learner(method, net, settings)
 
 
@@ -82,7 +82,7 @@ def test_episodes(example: ModuleType, settings: Any, rotate: bool) -> None:
 
 def test_the_methods_see_the_same_and_the_parts_do_not_mix(example: ModuleType, tmp_path: Path) -> None:
     args = type("Args", (), {"device": torch.device("cpu"), "out": tmp_path, "resume": False})
-    data = example.made()
+    data = example.load("made", Path())
     runs = [example.Run(name, 1, data, example.SMOKE, args) for name in ("maml", "bda")]
     for part in (example.TRAIN, example.VALIDATION, example.TEST):
         first, second = (run.tasks(part, 5, 2) for run in runs)
@@ -99,7 +99,7 @@ def test_the_methods_see_the_same_and_the_parts_do_not_mix(example: ModuleType, 
 def test_omniglot_is_divided_at_random(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = torch.arange(1623, dtype=torch.int32).view(-1, 1, 1, 1).expand(-1, 20, 2, 2)
     parts = dict(zip(("train", "val", "test"), numbers.split((1028, 172, 423)), strict=True))
-    monkeypatch.setattr(example._data, "omniglot", lambda root: parts)
+    monkeypatch.setattr("_data.omniglot", lambda root: parts)
     found = example.load("omniglot", tmp_path)
     assert {part: tuple(images.shape) for part, images in found.items()} == {
         "train": (1100, 20, 1, 2, 2),
@@ -223,7 +223,7 @@ def test_evaluation_adapts_to_the_support_set_alone(example: ModuleType, setting
 def test_coloured_images(example: ModuleType, settings: Any, name: str) -> None:
     images = torch.randint(0, 256, (4, 6, 3, 32, 32), dtype=torch.uint8)
     tasks = example.draw(images, 2, settings, 2, 0, rotate=False)
-    learner = example.Learner(example.METHODS[name], example.Conv4((3, 32, 32), 4, 3), settings)
+    learner = example.Learner(example.METHODS[name], example.Conv4((3, 32, 32), (4, 4, 4, 4), 3), settings)
     losses = learner.iterate(tasks, 0)
     assert losses.shape == (2,) and losses.isfinite().all()
     assert learner.predict(tasks.support, tasks.support_labels, tasks.query).shape == (2, 6, 3)
@@ -231,10 +231,10 @@ def test_coloured_images(example: ModuleType, settings: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["maml", "meta-sgd", "reptile", "rhg", "t-rhg", "bda"])
 def test_every_method_learns(example: ModuleType, name: str) -> None:
-    settings = dataclasses.replace(example.SMOKE, iterations=25, tasks=4, upper_lr=0.01, filters=8)
+    settings = dataclasses.replace(example.SMOKE, iterations=25, tasks=4, upper_lr=0.01, filters=(8, 8, 8, 8))
     torch.manual_seed(0)
-    data = example.made()
-    learner = example.Learner(example.METHODS[name], example.Conv4((1, 28, 28), 8, 5), settings)
+    data = example.load("made", Path())
+    learner = example.Learner(example.METHODS[name], example.Conv4((1, 28, 28), settings.filters, 5), settings)
     held = example.draw(data["train"], 10, settings, 2, 10**6, rotate=False)
     before = learner.evaluate(held)[0].mean()
     for iteration in range(25):

@@ -102,7 +102,7 @@ def test_hypergradient(example: ModuleType, small: Any, name: str) -> None:
     """Unrolled and checkpointed, against finite differences."""
     method = example.METHODS[name]
     if name == "BDA":
-        method = method._replace(alpha=example.bda.harmonic(0.5))  # C / k would be clipped at these few steps
+        method = method._replace(c=0.5)  # c / k would be clipped at these few steps
     x = torch.randn(50, dtype=torch.float64, requires_grad=True)
     recorded, checkpointed = (example.Problem(small, method, 12, number) for number in (12, 0))
     assert isinstance(recorded.adjoint, example.bda.Unroll)
@@ -130,6 +130,23 @@ def test_truncation(example: ModuleType, small: Any) -> None:
     assert torch.equal(grad(12), grad(None))
     assert not torch.allclose(grad(4), grad(None))
     assert torch.cosine_similarity(grad(4), grad(None), dim=0) > 0.8
+
+
+def test_rates_are_used(example: ModuleType, small: Any) -> None:
+    """Two steps by hand, with the rates of the method and alpha_k = c / k."""
+    method = example.Method(lower_lr=0.3, upper_lr=0.7, c=0.4)
+    problem, x = example.Problem(small, method, 2), torch.zeros(50, dtype=torch.float64)
+    net = problem.rollout(x)
+    y = [torch.zeros_like(p) for p in net.parameters()]
+    for alpha in (0.4, 0.2):
+        model = example.regression(small)
+        for p, value in zip(model.parameters(), y, strict=True):
+            p.data.copy_(value)
+        f, F_ = (
+            torch.autograd.grad(loss(model, x), list(model.parameters())) for loss in (problem.lower, problem.upper)
+        )
+        y = [v - alpha * 0.7 * u - (1 - alpha) * 0.3 * g for v, u, g in zip(y, F_, f, strict=True)]
+    torch.testing.assert_close(list(net.parameters()), y)
 
 
 def test_f1_score(example: ModuleType) -> None:
@@ -266,6 +283,43 @@ def test_memory_at_800_steps() -> None:
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stderr
     assert 0 < float(done.stdout) < 300
+
+
+# --- the choice of the rates ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def choice(example: ModuleType) -> ModuleType:
+    return importlib.import_module("hyper_cleaning_choice")
+
+
+def test_hold_out(choice: ModuleType, example: ModuleType) -> None:
+    data = example.split(example.load("digits", None), 40, 0, torch.device("cpu"))
+    rest, held = choice.hold_out(data)
+    assert held.labels.bincount().tolist() == [8] * 10 and rest.val.labels.bincount().tolist() == [32] * 10
+    both = torch.cat((rest.val.images, held.images))
+    assert torch.equal(both.sum(0), data.val.images.sum(0)) or torch.allclose(both.sum(0), data.val.images.sum(0))
+    assert torch.equal(rest.train.labels, data.train.labels)
+
+
+def test_choice_smoke(choice: ModuleType, tmp_path: Path) -> None:
+    path = str(SCRIPT.with_name("hyper_cleaning_choice.py"))
+    args = [sys.executable, path, "--smoke", "--out", str(tmp_path)]
+    done = subprocess.run(args, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "digits.json").read_text())
+    assert choice.table(results) in done.stdout
+    for name, found in results["methods"].items():
+        best = max(found["tried"], key=lambda row: row["held_out"][0])
+        assert {key: best[key] for key in found["chosen"]} == found["chosen"]
+        assert len(found["tried"]) == {"BDA": 9}.get(name, 4)
+
+
+def test_the_rates_are_those_that_were_chosen(choice: ModuleType, example: ModuleType) -> None:
+    results = json.loads((ROOT / "examples" / "results" / "choice_hyper_cleaning_mnist.json").read_text())
+    for name, found in results["methods"].items():
+        assert example.METHODS[name]._asdict() == found["chosen"]
+    assert choice.table(results) in (ROOT / "examples" / "README.md").read_text("utf-8")
 
 
 # --- the results in the README ----------------------------------------------------------------------------------------
