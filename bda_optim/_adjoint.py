@@ -7,7 +7,7 @@ as a function, the state as a tree of tensors and numbers, and `hyper` as a tupl
 | adjoint | hypergradient | steps evaluated | memory | choose it |
 |---|---|---|---|---|
 | `Unroll()` | exact | K | K graphs | by default, while memory suffices |
-| `Checkpointed()` | exact | 2 K | about 1.5 sqrt(K) states, 0.7 sqrt(K) graphs | for long K |
+| `Checkpointed()` | exact | 2 K | that of about 2.1 sqrt(K) states | for long K |
 | `Checkpointed(slots=s)` | exact | K + t(K, s) | s states | for very long K |
 | `ForwardMode()` | exact | K | P states | for a handful (P) of upper scalars and any K |
 | `Truncated(last=T)` | biased | K | T graphs | where old steps matter little |
@@ -17,7 +17,6 @@ as a function, the state as a tree of tensors and numbers, and `hyper` as a tupl
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from . import _graph
-from ._replay import CompiledStep, Replay, Replayed, fresh, refuse_captured
+from ._replay import CompiledStep, Replay, Replayed, fresh, refuse_captured, segments
 from ._tangent import Attached, identity, push, scalars
 from ._tree import any_requires_grad, detach, replace_tensors, tensors
 from ._types import Step
@@ -58,7 +57,7 @@ class Unroll:
         if isinstance(step, CompiledStep):
             items = step.units(items)
             if any_requires_grad((state, hyper)):
-                return _replayed(step, state, hyper, items, every=1)
+                return _replayed(step, state, hyper, items, starts=range(len(items)))
         records = []
         for number, item in enumerate(items):
             state, record = step(state, hyper, item)
@@ -126,9 +125,11 @@ class Truncated:
 class Checkpointed:
     r"""Store few states on the way forward, and replay from them on the way back: exact, for long K.
 
-    By default about 1.5 sqrt(K) states are stored and each segment between them is replayed once, so a hypergradient
-    costs 2 K steps and the memory of those states and of 0.7 sqrt(K) graphs. With `slots` = s at most s states (the
-    initial one included) and one graph are alive; the reversal is binomial and evaluates as few steps again as can be,
+    By default states are stored at about 2 sqrt(K) places and each segment between them is replayed once, so that a
+    hypergradient costs 2 K steps. A state is dropped once its segment was replayed; so segments are long at the start
+    (0.95 sqrt(K) steps) and short at the end, and at no time is there more than 2.1 sqrt(K) states need. With `slots`
+    = s at most s states (the initial one included) and one graph are alive; the reversal is binomial and evaluates as
+    few steps again as can be,
 
     .. math:: t(K, s) = r K - \binom{s + r}{r - 1}, \quad r = \min \{ r : \binom{s + r}{r} \ge K \}.
 
@@ -138,7 +139,7 @@ class Checkpointed:
     Reference: Griewank & Walther, "Algorithm 799: revolve", ACM TOMS 26, 2000.
 
     Args:
-        every: The length of a segment; about 0.7 sqrt(K) by default, sqrt(K) with compiled steps.
+        every: The length of a segment, if all are to be equal.
         slots: How many states may be stored at once; excludes `every`.
         offload: "cpu" stores the states in the host's (pinned) memory; they are copied without waiting for them. On the
             CPU they are there anyway.
@@ -171,13 +172,15 @@ class Checkpointed:
         steps = len(items)
         if isinstance(step, CompiledStep):
             items = step.units(items)
-        every = self.every and max(1, self.every * len(items) // steps)
-        # Each segment costs a stored state, and each of its steps a graph, of two or three times the size of a state
-        # (0.75 against 0.33 MiB in an MLP); a compiled step has a state instead.
-        cost = 1.0 if isinstance(step, CompiledStep) else 2.25
-        every = None if self.slots else every or max(1, round(math.sqrt(len(items) / cost)))
+        starts: Sequence[int] | None = None
+        if self.every is not None:
+            starts = range(0, len(items), max(1, self.every * len(items) // steps))
+        elif self.slots is None:
+            # Each segment costs a stored state, and each of its steps a graph, of two or three times the size of a
+            # state (0.75 against 0.33 MiB in an MLP); a compiled step has a state instead.
+            starts = segments(len(items), 1.0 if isinstance(step, CompiledStep) else 2.25)
         return _replayed(
-            step, state, hyper, items, every=every, slots=self.slots or 0, offload=self.offload == "cpu",
+            step, state, hyper, items, starts=starts, slots=self.slots or 0, offload=self.offload == "cpu",
             check=self.check,
         )  # fmt: skip
 
@@ -248,12 +251,12 @@ def _replayed(
     hyper: tuple[Tensor, ...],
     items: Items,
     *,
-    every: int | None,
+    starts: Sequence[int] | None,
     slots: int = 0,
     offload: bool = False,
     check: bool = False,
 ) -> Result:
-    replay = Replay(step, state, hyper, items, every=every, slots=slots, offload=offload, check=check)
+    replay = Replay(step, state, hyper, items, starts=starts, slots=slots, offload=offload, check=check)
     leaves: tuple[Tensor, ...] = Replayed.apply(replay, *tensors(state), *hyper)  # type: ignore[no-untyped-call]
     return replace_tensors(replay.last, leaves), replay.records
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -48,6 +49,29 @@ def split(steps: int, slots: int) -> int:
     return min(most, steps - math.comb(slots + r - 2, slots - 1))
 
 
+def segments(steps: int, cost: float) -> list[int]:
+    """Return where segments start so that the stored states and the graphs of one segment stay below a common bound M.
+
+    The unit is a state, and `cost` the size of a step's graph. Segments are replayed from the last one to the first and
+    their states dropped on the way; so the first, beside which fewer states are left, may be longer. With i states
+    beside segment i, its length is (M - i) / cost, and M about sqrt(2 cost K). Equal ones would need sqrt(4 cost K).
+
+    >>> segments(10, 1.0)
+    [0, 4, 7, 9]
+    """
+    bound = max(1, math.isqrt(int(2 * cost * steps)) - 1)
+    while True:
+        starts: list[int] = []
+        at = 0
+        while at < steps and len(starts) < bound:
+            length = max(1, int((bound - len(starts)) / cost))
+            starts.append(at)
+            at += length
+        if at >= steps:
+            return starts
+        bound += 1
+
+
 class CompiledStep(abc.ABC):
     """A step that knows its own pull-back, and takes several items at once."""
 
@@ -82,8 +106,8 @@ class Stored(NamedTuple):
 class Replay:
     """K steps, the states stored on the way, and how to pull cotangents back through them.
 
-    With `every`, a state is stored before each segment of so many steps. Otherwise at most `slots` states are stored,
-    and the last step stays recorded, as the count of Griewank & Walther supposes.
+    With `starts`, a state is stored before each segment that starts there, and dropped when it was replayed. Otherwise
+    at most `slots` states are stored, and the last step stays recorded, as the count of Griewank & Walther supposes.
     """
 
     def __init__(
@@ -93,19 +117,20 @@ class Replay:
         hyper: Sequence[Tensor],
         items: Sequence[Any],
         *,
-        every: int | None,
+        starts: Sequence[int] | None,
         slots: int,
         offload: bool = False,
         check: bool = False,
     ) -> None:
         """Prepare; nothing runs yet."""
-        self._step, self._items, self._every, self._slots = step, items, every, slots
+        self._step, self._items, self._starts, self._slots = step, items, starts, slots
         self._state, self._count = detach(state), len(tensors(state))
         self._compiled = isinstance(step, CompiledStep)
         self._ambient = Ambient(tensors(state))
         self._stored: dict[int, Stored] = {}
-        places = 0 if every == 1 and not offload else len(self._positions()) if every else slots
-        self._shelf = Shelf(state, places, offload=offload)
+        # With a state at every step none is copied or dropped, except to the host.
+        self._all = starts is not None and len(starts) == len(items) and not offload
+        self._shelf = Shelf(state, 0 if self._all else slots or len(self._positions()), offload=offload)
         self._tape: tuple[list[Tensor], list[Tensor]] | None = None
         self._batch_versions: list[list[int]] = []
         self._prints: list[list[Tensor]] | None = [] if check else None
@@ -118,13 +143,13 @@ class Replay:
         """Run all steps without a graph, storing states on the way; return the last state's tensors."""
         state, hyper = self._split(self._state, [t.detach() for t in leaves])
         positions, end = self._positions(), len(self._items)
-        ledger = Ledger(end) if self._every != 1 else None  # with all states in memory, losses are no matter
+        ledger = None if self._all else Ledger(end)  # with all states in memory, losses are no matter
         for number in range(end):
             if number in positions:
                 kept = self._shelf.put(state) if number else Kept(state, None)  # the caller's graph holds the first
                 self._stored[number] = Stored(kept, self._ambient.rng())
             self._batch_versions.append([_version(t) for t in tensors(self._items[number])])
-            keep = self._every is None and number == end - 1 and not self._compiled
+            keep = self._starts is None and number == end - 1 and not self._compiled
             if keep or (number == 0 and not getattr(self._step, "inspected", False)):
                 state, record = self._recorded_step(number, state, hyper, keep)
             else:
@@ -141,13 +166,17 @@ class Replay:
         total: Cotangents = [None] * len(hyper)
         end = len(self._items)
         with self._ambient.restored():
-            if self._every is None:
-                # States are dropped on the way; a second backward pass (retain_graph=True) starts from the first alone.
+            # States are dropped on the way; a second backward pass (retain_graph=True) starts from the first alone.
+            if self._starts is None:
                 cotangents = self._reverse(self._stored, 0, end, self._slots, hyper, cotangents, total)
             else:
-                for start in reversed(range(0, end, self._every)):
-                    stop = min(start + self._every, end)
+                for start, later in itertools.pairwise(self._starts):
+                    if later not in self._stored:
+                        self._stored[later] = self._advance(self._stored[start], start, later, hyper)
+                for start, stop in reversed(list(itertools.pairwise([*self._starts, end]))):
                     cotangents = self._segment(self._stored[start], start, stop, hyper, cotangents, total)
+                    if stop in self._stored and not self._all:  # it was compared with the end of this segment
+                        self._shelf.drop(self._stored.pop(stop).kept)
         return cotangents + total
 
     def pull_on_tape(self, leaves: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> Cotangents:
@@ -166,8 +195,8 @@ class Replay:
     def _positions(self) -> set[int]:
         """Where the first sweep stores a state."""
         end = len(self._items)
-        if self._every is not None:
-            return set(range(0, end, self._every))
+        if self._starts is not None:
+            return set(self._starts)
         found, at = {0}, 0
         for slots in range(self._slots, 1, -1):
             if end - at > 1:

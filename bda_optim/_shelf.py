@@ -18,11 +18,12 @@ class Kept(NamedTuple):
 
 
 class Shelf:
-    """A fixed number of places for states, those of one tensor in one block of memory.
+    """A fixed number of places for states, several of them in one block of memory.
 
     A step's new state lies between tensors that are freed soon. Left there, stored states keep the gaps around them
-    from being joined and used again: 1000 steps of a small MLP grew by 17 MiB for 10 MiB of states, and by 14 with a
-    block. A tensor that does not fit into its block (its shape changed, or it is no dense tensor) is kept as it is.
+    from being joined and used again: 1000 steps of a small MLP grew by 17 MiB for 10 MiB of states, and by 14 with
+    blocks. A block is given back when its last state is dropped. A tensor that does not fit (its shape changed, or it
+    is no dense tensor) is kept as it is.
 
     Args:
         state: An example: its devices are where states are fetched to.
@@ -33,14 +34,22 @@ class Shelf:
     def __init__(self, state: Any, places: int, *, offload: bool) -> None:
         """Reserve nothing yet."""
         self._homes = [t.device for t in tensors(state)]
-        self._places, self._offload = places, offload
+        self._offload = offload
         self._free = list(reversed(range(places)))
-        self._blocks: dict[int, Tensor | None] = {}
+        self._spots: list[_Spot | None] | None = None
+        self._widths: dict[_Kind, int] = {}
+        self._blocks: dict[tuple[int, _Kind], Tensor] = {}
+        self._used: dict[int, int] = {}  # block -> how many of its places are taken
 
     def put(self, state: Any) -> Kept:
         """Store a state."""
-        place = self._free.pop() if self._free else None
-        return Kept(replace_tensors(state, [self._copy(i, t, place) for i, t in enumerate(tensors(state))]), place)
+        if not self._free:
+            return Kept(state, None)
+        place, found = self._free.pop(), tensors(state)
+        if self._spots is None:
+            self._spots = [self._spot(t) for t in found]
+        self._used[place // _STATES] = self._used.get(place // _STATES, 0) + 1
+        return Kept(replace_tensors(state, [self._copy(i, t, place) for i, t in enumerate(found)]), place)
 
     def get(self, kept: Kept) -> Any:
         """Return a state, on the devices where its steps run."""
@@ -50,34 +59,63 @@ class Shelf:
         return replace_tensors(kept.state, [t.to(home, non_blocking=True) for t, home in pairs])
 
     def drop(self, kept: Kept) -> None:
-        """Free the place of a state, whose tensors are overwritten by the next one."""
-        if kept.place is not None:
-            self._free.append(kept.place)
+        """Free the place of a state, whose tensors may be overwritten by the next one."""
+        if kept.place is None:
+            return
+        self._free.append(kept.place)
+        block = kept.place // _STATES
+        self._used[block] -= 1
+        if not self._used[block]:
+            for key in [key for key in self._blocks if key[0] == block]:
+                del self._blocks[key]
 
-    def _copy(self, number: int, tensor: Tensor, place: int | None) -> Tensor:
-        if place is None:
+    def _copy(self, number: int, tensor: Tensor, place: int) -> Tensor:
+        assert self._spots is not None
+        spot = self._spots[number] if number < len(self._spots) else None
+        if spot is None or (spot.shape, spot.kind.dtype) != (tensor.shape, tensor.dtype):
             return tensor
-        if number not in self._blocks:
-            self._blocks[number] = self._block(tensor)
-        block = self._blocks[number]
-        if block is None or (block.shape[1:], block.dtype) != (tensor.shape, tensor.dtype):
-            return tensor
-        # `.data`: a place that is overwritten is no in-place change of the others.
-        return block[place].data.copy_(tensor, non_blocking=True)
+        number, row = divmod(place, _STATES)
+        key, width = (number, spot.kind), self._widths[spot.kind]
+        if key not in self._blocks:
+            self._blocks[key] = self._block(spot.kind, _STATES * width)
+        view = self._blocks[key].as_strided(spot.shape, spot.stride, row * width + spot.offset)
+        return view.data.copy_(tensor, non_blocking=True)  # `.data`: to overwrite a place changes no other in place
 
-    def _block(self, tensor: Tensor) -> Tensor | None:
-        """Return memory for all states of a tensor, in its own order of dimensions."""
-        dense = torch.empty_like(tensor).stride() == tensor.stride()
-        if type(tensor) is not Tensor or not dense:
+    def _spot(self, tensor: Tensor) -> _Spot | None:
+        """Reserve a part of every place for a tensor, in its own order of dimensions; None if it is kept as it is."""
+        if type(tensor) is not Tensor or torch.empty_like(tensor).stride() != tensor.stride():
             return None
-        away = self._offload and tensor.device.type not in ("cpu", "meta")
-        return torch.empty_strided(
-            (self._places, *tensor.shape),
-            (tensor.numel(), *tensor.stride()),
-            dtype=tensor.dtype,
-            device="cpu" if away else tensor.device,
-            pin_memory=away,
-        )
+        kind = _Kind(tensor.dtype, tensor.device)
+        offset = self._widths.get(kind, 0)
+        self._widths[kind] = offset + -(-tensor.numel() // _ALIGNED) * _ALIGNED
+        return _Spot(kind, tensor.shape, tensor.stride(), offset)
+
+    def _block(self, kind: _Kind, size: int) -> Tensor:
+        away = self._offload and kind.device.type not in ("cpu", "meta")
+        return torch.empty(size, dtype=kind.dtype, device="cpu" if away else kind.device, pin_memory=away)
+
+
+_STATES = 4
+"""States in a block: more would be given back later, fewer leave more gaps."""
+
+_ALIGNED = 64
+"""Elements: tensors start where memory of their own would, so that kernels treat them alike, to the bit."""
+
+
+class _Kind(NamedTuple):
+    """What tensors of one block have in common."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Spot(NamedTuple):
+    """Where in its place a tensor lies."""
+
+    kind: _Kind
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
 class Ledger:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import bda_optim as bda
-from bda_optim._replay import reevaluations, split
+from bda_optim._replay import reevaluations, segments, split
 
 EXACT = [
     bda.Unroll(),
@@ -202,6 +202,39 @@ def run_watched(adjoint: Any, steps: int) -> Watched:
 @pytest.mark.parametrize("every", [None, 1, 2, 5, 100])
 def test_segments_are_replayed_once(steps: int, every: int | None) -> None:
     assert run_watched(bda.Checkpointed(every=every), steps).evaluations == 2 * steps
+
+
+@pytest.mark.parametrize("cost", [1.0, 2.25])
+@pytest.mark.parametrize("steps", [1, 2, 5, 64, 1000, 4000])
+def test_segments_need_less_than_equal_ones(steps: int, cost: float) -> None:
+    """The states beside a segment and its graphs together, in states; sqrt(2 cost K) is the least in the continuum."""
+    starts = segments(steps, cost)
+    lengths = [stop - start for start, stop in itertools.pairwise([*starts, steps])]
+    assert starts[0] == 0 and min(lengths) >= 1
+    assert lengths[:-1] == sorted(lengths[:-1], reverse=True)
+    most = max(beside + cost * length for beside, length in enumerate(lengths))
+    assert most <= (2 * cost * steps) ** 0.5 + cost + 1
+    if steps >= 64:
+        equal = min(math.ceil(steps / every) - 1 + cost * every for every in range(1, steps + 1))
+        assert most < 0.8 * equal
+
+
+def test_states_are_dropped_as_their_segments_are_replayed() -> None:
+    alive = []
+
+    class Counting(Watched):
+        def __call__(self, state: Any, hyper: tuple[Tensor, ...], k: int) -> Any:
+            alive.append(len(self.alive))
+            return super().__call__(state, hyper, k)
+
+    watched, x, steps = Counting(100), leaf(0.9), 100
+    last, _ = bda.Checkpointed()(watched, watched.start(), (x,), numbers(steps))
+    first = torch.autograd.grad(last["y"], x, retain_graph=True)
+    places = len(segments(steps, 2.25))
+    assert alive[steps] >= places > 15 and alive[2 * steps - 1] <= 5
+    assert torch.autograd.grad(last["y"], x) == first
+    again = segments(steps, 2.25)[-1]  # a second pass stores the states anew
+    assert watched.evaluations == 2 * steps + again + steps
 
 
 @functools.cache

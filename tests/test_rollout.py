@@ -1119,6 +1119,23 @@ def test_shelf_stores_copies_in_blocks() -> None:
     assert torch.equal(second.state[0], torch.full((2, 3), 5.0)) and second.state[0]._version == 1
 
 
+def test_shelf_gives_blocks_back() -> None:
+    """The memory of dropped states is free when all of a block are, and tensors start where an allocator's would."""
+    states = [(torch.full((3, 5), float(i)), torch.full((7,), i), torch.full((), i + 0.5)) for i in range(10)]
+    shelf = Shelf(states[0], 10, offload=False)
+    kept = [shelf.put(state) for state in states]
+    for state, one in zip(states, kept, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.state, state, strict=True))
+        assert all(t.data_ptr() % 64 == 0 for t in one.state)
+    places = {t.untyped_storage().data_ptr() for one in kept for t in one.state}
+    assert len(places) == 6  # three blocks for float32, three for int64
+    while kept:
+        shelf.drop(kept.pop())
+    assert not shelf._blocks
+    again = [shelf.put(state) for state in states]
+    assert [float(one.state[0][0, 0]) for one in again] == [float(i) for i in range(10)]
+
+
 def test_shelf_keeps_what_does_not_fit() -> None:
     """Another shape than the first, an expanded tensor: stored as they are."""
     shelf = Shelf((torch.zeros(2),), 3, offload=False)
