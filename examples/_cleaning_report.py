@@ -49,7 +49,7 @@ def entry(found: Sequence[float], digits: int) -> str:
 def tables(results: Mapping[str, Any]) -> str:
     """Return the tables of the README, in Markdown."""
     lines, steps = [], sorted({cell["steps"] for cell in results["cells"]})
-    for key, title, digits in (*REPORTED, ("seconds", "Wall time in s, one seed", 0)):
+    for key, title, digits in (*REPORTED, ("seconds", "CPU time in s, one seed", 0)):
         lines += [f"| {title} |" + "".join(f" K = {k} |" for k in steps), "|---|" + "---:|" * len(steps)]
         for name, row in rows(results, key).items():
             lines.append(f"| {name} |" + "".join(f" {entry(row.get(k, []), digits)} |" for k in steps))

@@ -64,8 +64,8 @@ BINS = 20  # of the histograms of weights
 class Method(NamedTuple):
     """What tells the methods apart, and the rates of each, which hyper_cleaning_choice.py chose."""
 
-    lower_lr: float = 2.0  # s_l
-    x_lr: float = 2.0  # of Adam on x
+    lower_lr: float  # s_l
+    x_lr: float  # of Adam on x
     c: float = 0.0  # of alpha_k = c / k, clipped below 1
     upper_lr: float = 1.0  # s_u, the rate of the upper direction inside the lower steps
     last: int | None = None  # steps that are differentiated; None: all
@@ -73,10 +73,10 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "RHG": Method(),
-    "T-RHG": Method(last=25),
-    "BDA": Method(c=40.0, upper_lr=4.0),
-    "RHG+val": Method(validation_in_lower=True),
+    "RHG": Method(lower_lr=4.0, x_lr=2.0),
+    "T-RHG": Method(lower_lr=4.0, x_lr=1.0, last=25),
+    "BDA": Method(lower_lr=2.0, x_lr=1.0, c=40.0, upper_lr=4.0),
+    "RHG+val": Method(lower_lr=4.0, x_lr=1.0, validation_in_lower=True),
 }
 
 # --- the data ---------------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def solve(
         x.data.copy_(state["x"])
         outer.load_state_dict(state["adam"])
     tick(len(state["curve"]))
-    start = time.perf_counter() - state["seconds"]
+    start = time.process_time() - state["seconds"]
     while "report" not in state:
         if len(state["curve"]) < iterations:
             outer.zero_grad()
@@ -258,7 +258,7 @@ def solve(
             tick(1)
         else:
             state["report"] = report(problem, x, retrain)
-        state |= {"x": x.detach(), "adam": outer.state_dict(), "seconds": time.perf_counter() - start}
+        state |= {"x": x.detach(), "adam": outer.state_dict(), "seconds": time.process_time() - start}
         checkpoint.save(state)
     return state
 

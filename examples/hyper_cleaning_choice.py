@@ -73,7 +73,8 @@ def table(results: dict[str, Any]) -> str:
     """Return all that was tried, in Markdown; what was taken is bold."""
     lines = ["| method | lower rate | rate of x | c of alpha_k | upper rate | accuracy on held-out samples, % |"]
     lines.append("|---|---:|---:|---:|---:|---:|")
-    for name, found in results["methods"].items():
+    for name in [name for name in STAGES if name in results["methods"]]:
+        found = results["methods"][name]
         for row in found["tried"]:
             score = f"{statistics.mean(row['held_out']):.2f}"
             taken = all(row[key] == found["chosen"][key] for key in ("lower_lr", "x_lr", "c", "upper_lr"))

@@ -122,7 +122,7 @@ def test_hypergradient(example: ModuleType, small: Any, name: str) -> None:
 def test_truncation(example: ModuleType, small: Any) -> None:
     def grad(last: int | None) -> Tensor:
         x = torch.zeros(50, dtype=torch.float64, requires_grad=True)
-        example.Problem(small, example.Method(last=last), 12).hypergradient(x)
+        example.Problem(small, example.METHODS["RHG"]._replace(last=last), 12).hypergradient(x)
         assert x.grad is not None
         return x.grad
 
@@ -134,7 +134,7 @@ def test_truncation(example: ModuleType, small: Any) -> None:
 
 def test_rates_are_used(example: ModuleType, small: Any) -> None:
     """Two steps by hand, with the rates of the method and alpha_k = c / k."""
-    method = example.Method(lower_lr=0.3, upper_lr=0.7, c=0.4)
+    method = example.Method(lower_lr=0.3, x_lr=1.0, upper_lr=0.7, c=0.4)
     problem, x = example.Problem(small, method, 2), torch.zeros(50, dtype=torch.float64)
     net = problem.rollout(x)
     y = [torch.zeros_like(p) for p in net.parameters()]
