@@ -17,27 +17,30 @@ import itertools
 import math
 import time
 import warnings
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from . import _replay
 from ._aggregation import is_zero, weight
-from ._freeze import freeze
+from ._engines import engine_of
 from ._mixed import add, pull_mixed
-from ._program import Function, Program, agree, build, trace
+from ._program import Function, Pair, agree, build, build_pair, trace
 from ._replay import fresh, pull_back
 from ._step import BDAStep
 from ._tangent import Flows, push
-from ._tree import Filler, detach, layout, replace_tensors, tensors
+from ._tree import detach, is_differentiable, layout, replace_tensors, tensors
 from ._types import Item, Record
 from ._units import Form, Unit, Units, is_number
 
 _SMALL = 20_000
 """Up to so many numbers in the state several steps share one call: the call costs more than a step then."""
+
+_LARGE = 100_000
+"""Where a batch has a tensor of more numbers than this, a step takes longer than its call."""
 
 _MOST_STEPS, _MOST_OPERATIONS = 10, 500
 """How many steps share a call at most, and about how many operations; compilation takes longer than in proportion."""
@@ -48,26 +51,7 @@ _FEW = 100
 _MOST_PROGRAMS = 16
 """So many layouts of batches are compiled for one problem before it runs uncompiled."""
 
-_MOST_ENGINES = 8
-"""So many problems with the same lower loss are kept."""
-
 Cotangents = Sequence[Tensor | None]
-
-
-class Engine:
-    """The programs of one problem."""
-
-    def __init__(self) -> None:
-        """Start without any."""
-        self.programs: dict[Hashable, Program] = {}
-        self.forms: dict[Hashable, int] = {}
-        self.broken: str | None = None
-        self.size: int | None = None
-        self.mode: str | None = None
-        self.inspected = False
-
-
-_engines: weakref.WeakKeyDictionary[Any, dict[Hashable, Engine]] = weakref.WeakKeyDictionary()
 
 
 class CompiledStep(_replay.CompiledStep):
@@ -77,7 +61,7 @@ class CompiledStep(_replay.CompiledStep):
         """Find the engine of the problem, which earlier rollouts may have left; `state` and `hyper` are examples."""
         self._step, self._state, self._hyper, self._mode = step, detach(state), hyper, mode
         self.names = step.names
-        self._engine, self._captured = _engine(step, mode)
+        self._engine, self._captured = engine_of(step, mode)
         settings = step.update.settings(hyper)
         self._plain = [[name for name in ("lr", "upper_lr") if is_number(s[name])] for s in settings]
         self._numbers = [float(s[name]) for s, names in zip(settings, self._plain, strict=True) for name in names]
@@ -87,6 +71,11 @@ class CompiledStep(_replay.CompiledStep):
     def first_order(self) -> CompiledStep:
         """Return the same with the gradients of both losses taken as constants."""
         return CompiledStep(self._step.first_order(), self._state, self._hyper, self._mode)
+
+    @property
+    def broken(self) -> str | None:  # type: ignore[override]
+        """Why it runs uncompiled, or None."""
+        return self._engine.broken
 
     @property
     def inspected(self) -> bool:
@@ -116,6 +105,8 @@ class CompiledStep(_replay.CompiledStep):
         if sum(t.numel() for t in tensors(self._state)) > _SMALL:
             return 1
         flat = [t.detach() for t in (*tensors(self._state), *self._hyper, *unit.form.tensors, unit.rows)]
+        if max(t.numel() for t in (*flat, *self._captured)) > _LARGE:
+            return 1
         try:
             graph, _ = trace(self._sweep(unit.form, self._state, self._hyper), flat)
         except Exception:  # it will be met again, and reported, when the step is compiled
@@ -130,17 +121,33 @@ class CompiledStep(_replay.CompiledStep):
             result = self._run("sweep", unit, state, hyper, ())
             if result is not None:
                 count = len(result) - 2 * len(unit.items)
-                losses = result[count:]
-                records = [Record(*pair) for pair in zip(losses[::2], losses[1::2], strict=True)]
-                return replace_tensors(state, result[:count]), records
+                return replace_tensors(state, result[:count]), _records(result[count:])
         records = []
         for item in unit.items:
             state, record = self._step(state, hyper, item)
             records.append(record)
         return state, records
 
-    def pull(self, state: Any, hyper: Sequence[Tensor], unit: Unit, cotangents: Cotangents) -> list[Tensor | None]:
+    def record(self, state: Any, hyper: Sequence[Tensor], unit: Unit) -> tuple[Any, list[Record], Any]:
+        """Take the steps of a unit; return also what `pull` needs of their work, or None."""
+        pair, flat = self._pair(state, hyper, unit)
+        if pair is None:
+            return *self(state, hyper, unit), None
+        result = pair.ahead(flat, self._captured)
+        count = len(tensors(state))
+        end = count + 2 * len(unit.items)
+        return replace_tensors(state, result[:count]), _records(result[count:end]), (pair, flat, result[end:])
+
+    def pull(
+        self, state: Any, hyper: Sequence[Tensor], unit: Unit, cotangents: Cotangents, saved: Any = None
+    ) -> list[Tensor | None]:
         """Pull cotangents of the state after a unit back to the state before it and to hyper."""
+        if saved is not None:
+            pair, flat, kept = saved
+            pairs = [(c, t) for c, t in zip(cotangents, tensors(state), strict=True) if is_differentiable(t)]
+            given = [torch.zeros_like(t).contiguous() if c is None else c.contiguous() for c, t in pairs]
+            found: list[Tensor | None] = pair.back([*flat, *kept, *given], self._captured)
+            return found
         if not self._engine.broken:
             result = self._run("pull", unit, state, hyper, cotangents)
             if result is not None:
@@ -160,20 +167,48 @@ class CompiledStep(_replay.CompiledStep):
             return None
         count, losses = len(tensors(state)), 2 * len(unit.items)
         after, told, moved = result[:count], result[count : count + losses], result[count + losses :]
-        records = [Record(*pair) for pair in zip(told[::2], told[1::2], strict=True)]
-        return replace_tensors(state, after), records, moved
+        return replace_tensors(state, after), _records(told), moved
+
+    def _pair(self, state: Any, hyper: Sequence[Tensor], unit: Unit) -> tuple[Pair | None, list[Tensor]]:
+        """Return a program of the steps and its pull-back, and the inputs; None if they cannot be compiled together."""
+        if self._engine.broken:
+            return None, []
+        form, wanted, start = unit.form, [h.requires_grad for h in hyper], tensors(state)
+        flat = [t.detach() for t in (*start, *hyper, *form.tensors, unit.rows)]
+        key = (self._number(form), tuple(map(layout, flat)), tuple(wanted))
+        if key not in self._engine.pairs:
+            if len(self._engine.pairs) >= _MOST_PROGRAMS:
+                self._without(f"more than {_MOST_PROGRAMS} layouts of batches or states were met")
+                return None, []
+            where = [is_differentiable(t) for t in start]
+            chosen = [t for t, there in zip(start, where, strict=True) if there]
+            generator = torch.Generator().manual_seed(0)
+            tangents = [torch.randn(t.shape, dtype=t.dtype, generator=generator).to(t.device) for t in chosen]
+            try:
+                with _set_fwd_grad_enabled(True):  # this runs inside of an autograd function, which disables it
+                    mixed = self._is_mixed(form, state, wanted, where, [*flat, *tangents])
+                    joint = self._pull(form, state, wanted, where, mixed=mixed, whole=True)
+                    first = len(start) + 2 * len(unit.items)
+                    self._engine.pairs[key] = build_pair(joint, flat, tangents, first, self._captured)
+            except Exception:  # the two programs are tried one by one then, and what is wrong is reported
+                self._engine.pairs[key] = None
+        return self._engine.pairs[key], flat
+
+    def _number(self, form: Form) -> int:
+        """Return a short name for the form of a unit's batches: it is hashed in every call."""
+        if form.number is None:
+            form.number = self._engine.forms.setdefault(form.key, len(self._engine.forms))
+        return form.number
 
     def _run(
         self, kind: str, unit: Unit, state: Any, hyper: Sequence[Tensor], cotangents: Cotangents
     ) -> list[Any] | None:
         """Run a program, compiling it if it is new; None if that cannot be done."""
         form = unit.form
-        if form.number is None:  # a key of small parts: it is hashed in every call
-            form.number = self._engine.forms.setdefault(form.key, len(self._engine.forms))
         wanted, where = [h.requires_grad for h in hyper], [c is not None for c in cotangents]
         given = [c.contiguous() for c in cotangents if c is not None]
         flat = [t.detach() for t in (*tensors(state), *hyper, *form.tensors, unit.rows, *given)]
-        key = (kind, form.number, tuple(map(layout, flat)), tuple(wanted), tuple(where))
+        key = (kind, self._number(form), tuple(map(layout, flat)), tuple(wanted), tuple(where))
         program = self._engine.programs.get(key)
         if program is not None:
             return program(flat, self._captured)
@@ -210,8 +245,17 @@ class CompiledStep(_replay.CompiledStep):
 
         return sweep
 
-    def _pull(self, form: Form, state: Any, wanted: Sequence[bool], where: Sequence[bool], *, mixed: bool) -> Function:
-        """Return their vector-Jacobian product as a function of flat tensors."""
+    def _pull(
+        self,
+        form: Form,
+        state: Any,
+        wanted: Sequence[bool],
+        where: Sequence[bool],
+        *,
+        mixed: bool,
+        whole: bool = False,
+    ) -> Function:
+        """Return their vector-Jacobian product as a function of flat tensors; `whole`: after what `_sweep` returns."""
         count, ends = len(tensors(state)), sum(where)
 
         def pull(*flat: Tensor) -> list[Tensor | None]:
@@ -222,10 +266,12 @@ class CompiledStep(_replay.CompiledStep):
             rest = flat[count + len(hyper) : len(flat) - ends]
             start = replace_tensors(state, leaves)
             if mixed:
-                return self._pull_mixed(form, detach(start), hyper, rest, cotangents)
+                known = self._sweep(form, state, hyper)(*flat[: len(flat) - ends]) if whole else []
+                return known + self._pull_mixed(form, detach(start), hyper, rest, cotangents)
             with torch.enable_grad():
-                now, _ = self._apply(form, start, hyper, rest)
-            return pull_back(tensors(now), [*leaves, *hyper], cotangents)
+                now, records = self._apply(form, start, hyper, rest)
+            known = [*detach(tensors(now)), *detach(list(itertools.chain.from_iterable(records)))] if whole else []
+            return known + pull_back(tensors(now), [*leaves, *hyper], cotangents)
 
         return pull
 
@@ -321,27 +367,9 @@ class CompiledStep(_replay.CompiledStep):
         return None
 
 
-def _engine(step: BDAStep, mode: str) -> tuple[Engine, list[Tensor]]:
-    """Return the engine of a problem, and the tensors that its functions hold."""
-    update = step.update
-    groups = [(group.members, _without_numbers(group.settings.unfilled())) for group in update.groups]
-    parts = (step.lower, step.upper, step.objective, step.hyper, update.rule, groups, update.tasks)
-    key, captured = freeze((*parts, step.constant_gradients, mode))
-    owner = getattr(step.lower, "__func__", step.lower)
-    owner = getattr(owner, "__code__", owner)  # a lambda made anew in every upper iteration has the same code
-    family = _engines.setdefault(owner, {})
-    if key not in family:
-        while len(family) >= _MOST_ENGINES:
-            del family[next(iter(family))]
-        family[key] = Engine()
-    return family[key], captured
-
-
-def _without_numbers(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings without the rates and weights that enter a program as tensors."""
-    changing = ("lr", "upper_lr", "alpha")
-    free = {n for n in changing if settings[n] is not None and not isinstance(settings[n], Filler | list)}
-    return {name: "a number" if name in free else value for name, value in settings.items()}
+def _records(losses: Sequence[Any]) -> list[Record]:
+    """Return the records of lower and upper losses in turns."""
+    return [Record(*pair) for pair in zip(losses[::2], losses[1::2], strict=True)]
 
 
 def _faster(functions: dict[str, Function], inputs: Sequence[Tensor]) -> str:

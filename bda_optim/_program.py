@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ._products import narrow, spell_out
 from ._tree import detach, layout
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
-
-_SMALL_PRODUCT = 4096
-"""Products of matrices with up to so many multiplications each are spelled out."""
 
 Function = Callable[..., list[Tensor | None]]
 
@@ -67,38 +65,60 @@ def build(
 
     Random numbers are drawn as uncompiled code draws them, so that both can be compared, and replayed.
     """
+    graph, result = trace(function, inputs)
+    constants = _lift_constants(graph)
+    call = _compiled(graph, [*inputs, *constants])
+    return Program(call, _places(constants, captured), [t is not None for t in result]), result
+
+
+@dataclasses.dataclass
+class Pair:
+    """A function and its pull-back, which takes what the function saved for it."""
+
+    ahead: Program
+    back: Program
+
+
+def build_pair(
+    function: Function, inputs: Sequence[Tensor], tangents: Sequence[Tensor], first: int, captured: Sequence[Tensor]
+) -> Pair | None:
+    """Trace a function whose first outputs do not depend on the tangents, its last arguments; compile it in two parts.
+
+    None if it cannot be divided, or if the parts together give something else than the whole.
+    """
+    from ._partition import partition
+
+    graph, result = trace(function, [*inputs, *tangents])
+    constants = _lift_constants(graph)
+    there = [t is not None for t in result]
+    divided = partition(graph, sum(there[:first]), range(len(inputs), len(inputs) + len(tangents)))
+    if divided is None:
+        return None
+    places = _places(constants, captured)
+    *parts, count = divided
+    ahead = Program(_compiled(parts[0], [*inputs, *constants]), places, there[:first] + [True] * count)
+    found = ahead(inputs, captured)
+    saved = [t for t in found[first:] if t is not None]
+    back = Program(_compiled(parts[1], [*inputs, *saved, *tangents, *constants]), places, there[first:])
+    if not agree([*found[:first], *back([*inputs, *saved, *tangents], captured)], result):
+        return None
+    return Pair(ahead, back)
+
+
+def _compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     import torch._inductor
 
-    graph, result = trace(function, inputs)
-    _spell_out_products(graph)
-    constants = _lift_constants(graph)
+    spell_out(graph)
+    narrow(graph)
+    graph.recompile()
     with torch.no_grad():
-        call = torch._inductor.compile(graph, [*inputs, *constants], options={"fallback_random": True})
-    places = [next((i for i, t in enumerate(captured) if _is_same(t, c)), c) for c in constants]
-    return Program(call, places, [t is not None for t in result]), result
+        call: Callable[..., Any] = torch._inductor.compile(graph, list(inputs), options={"fallback_random": True})
+    return call
 
 
-def _spell_out_products(graph: GraphModule) -> None:
-    """Write products of small batched matrices as sums, which the compiler fuses with what surrounds them.
-
-    A call of the library for 32 products of 5 x 64 with 64 x 5 numbers takes 24 us on a CPU. Spelled out, the 116 of 20
-    steps of 32 heads and their adjoint took 7.0 instead of 8.7 ms, with all the rest.
-    """
-    aten = torch.ops.aten
-    for node in list(graph.graph.nodes):
-        if node.op != "call_function" or node.target is not aten.bmm.default:
-            continue
-        left, right = node.args
-        shape = left.meta["val"].shape
-        if left.meta["val"].device.type != "cpu" or math.prod(shape[1:]) * right.meta["val"].shape[2] > _SMALL_PRODUCT:
-            continue
-        with graph.graph.inserting_before(node):
-            rows = graph.graph.call_function(aten.unsqueeze.default, (left, 3))
-            columns = graph.graph.call_function(aten.unsqueeze.default, (right, 1))
-            terms = graph.graph.call_function(aten.mul.Tensor, (rows, columns))
-            product = graph.graph.call_function(aten.sum.dim_IntList, (terms, [2]))
-        node.replace_all_uses_with(product)
-        graph.graph.erase_node(node)
+def _places(constants: Sequence[Tensor], captured: Sequence[Tensor]) -> list[int | Tensor]:
+    """Return the positions of constants among the tensors of closures, or themselves."""
+    return [next((i for i, t in enumerate(captured) if _is_same(t, c)), c) for c in constants]
 
 
 def agree(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> bool:
@@ -128,6 +148,7 @@ def _lift_constants(graph: GraphModule) -> list[Tensor]:
                 last = graph.graph.placeholder(f"captured_{len(found)}")
             node.replace_all_uses_with(last)
             graph.graph.erase_node(node)
+            last.meta["val"] = value.detach()
             found.append(value.detach())
     graph.recompile()
     return found

@@ -76,6 +76,7 @@ class CompiledStep(abc.ABC):
     """A step that knows its own pull-back, and takes several items at once."""
 
     inspected: bool
+    broken: str | None
 
     @abc.abstractmethod
     def __call__(self, state: Any, hyper: Sequence[Tensor], unit: Any) -> tuple[Any, Any]:
@@ -86,7 +87,13 @@ class CompiledStep(abc.ABC):
         """Divide items into units."""
 
     @abc.abstractmethod
-    def pull(self, state: Any, hyper: Sequence[Tensor], unit: Any, cotangents: Cotangents) -> Cotangents:
+    def record(self, state: Any, hyper: Sequence[Tensor], unit: Any) -> tuple[Any, Any, Any]:
+        """Take the steps of a unit; return also what saves `pull` from doing their work again, or None."""
+
+    @abc.abstractmethod
+    def pull(
+        self, state: Any, hyper: Sequence[Tensor], unit: Any, cotangents: Cotangents, saved: Any = None
+    ) -> Cotangents:
         """Pull cotangents of the state after a unit back to the state before it, and to hyper."""
 
     @abc.abstractmethod
@@ -128,6 +135,7 @@ class Replay:
         self._compiled = isinstance(step, CompiledStep)
         self._ambient = Ambient(tensors(state))
         self._stored: dict[int, Stored] = {}
+        self._saved: dict[int, Any] = {}
         # With a state at every step none is copied or dropped, except to the host.
         self._all = starts is not None and len(starts) == len(items) and not offload
         self._shelf = Shelf(state, 0 if self._all else slots or len(self._positions()), offload=offload)
@@ -142,6 +150,7 @@ class Replay:
     def sweep(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Run all steps without a graph, storing states on the way; return the last state's tensors."""
         state, hyper = self._split(self._state, [t.detach() for t in leaves])
+        wanted = tuple(t.detach().requires_grad_(t.requires_grad) for t in leaves[self._count :])
         positions, end = self._positions(), len(self._items)
         ledger = None if self._all else Ledger(end)  # with all states in memory, losses are no matter
         for number in range(end):
@@ -152,6 +161,8 @@ class Replay:
             keep = self._starts is None and number == end - 1 and not self._compiled
             if keep or (number == 0 and not getattr(self._step, "inspected", False)):
                 state, record = self._recorded_step(number, state, hyper, keep)
+            elif self._all and isinstance(self._step, CompiledStep):
+                state, record, self._saved[number] = self._step.record(state, wanted, self._items[number])
             else:
                 state, record = self._step(state, hyper, self._items[number])
             (ledger or self.records).append(record)
@@ -295,20 +306,24 @@ class Replay:
         cotangents: Cotangents,
         total: Cotangents,
     ) -> Cotangents:
-        """Run a segment once more, keeping every state, and pull the cotangents through one item after the other."""
+        """Run a segment once more, and pull the cotangents through one item after the other."""
         self._ambient.set_rng(source.rng)
-        way, records = [(self._shelf.get(source.kept), source.rng)], []
+        state, way, records = self._shelf.get(source.kept), [], []
         with torch.no_grad():
-            for number in range(start, stop - 1):
-                state, record = self._again(number, way[-1][0], hyper)
-                way.append((state, self._ambient.rng()))
-                records.append(record)
-            self._ambient.compare(_joined(records), _joined(self.records[start : stop - 1]))
-            if self._prints is not None:
-                self._again(stop - 1, way[-1][0], hyper)  # for its state: the pull-back gives none
-            for number, (state, rng) in zip(reversed(range(start, stop)), reversed(way), strict=True):
+            for number in range(start, stop):
+                saved, before, rng = self._saved.get(number), state, self._ambient.rng()
+                if saved is None and self._prints is None:
+                    state, record, saved = step.record(state, hyper, self._item(number))
+                    records.append(record)
+                elif saved is None:
+                    state, record = self._again(number, state, hyper)
+                    records.append(record)
+                way.append((before, rng, saved))
+            self._ambient.compare(_joined(records), _joined(self.records[stop - len(records) : stop]))
+            for number in reversed(range(start, stop)):
+                before, rng, saved = way.pop()
                 self._ambient.set_rng(rng)
-                cotangents = self._add(step.pull(state, hyper, self._item(number), cotangents), total)
+                cotangents = self._add(step.pull(before, hyper, self._item(number), cotangents, saved), total)
         return cotangents
 
     def _add(self, found: Cotangents, total: Cotangents) -> Cotangents:

@@ -16,6 +16,8 @@ LAYERS = (
     {
         "_schedules",
         "_program",
+        "_partition",
+        "_products",
         "_trace",
         "_aggregation",
         "_prox",
@@ -29,7 +31,7 @@ LAYERS = (
         "_shelf",
     },
     {"_objective", "_step", "_replay", "_adjoint", "_mixed", "_divergence", "_guard"},
-    {"_rollout", "_engine", "_units"},
+    {"_rollout", "_engine", "_engines", "_units"},
     {"_module", "_optimizer", "_innerloop", "compat", "diagnose", "distributed", "__init__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

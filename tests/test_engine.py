@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bda_optim as bda
-from bda_optim import _engine, _program
+from bda_optim import _engine, _engines, _partition, _products, _program
 
 EXACT = [
     bda.Unroll(),
@@ -29,9 +29,9 @@ EXACT = [
 
 @pytest.fixture(autouse=True)
 def _fresh_engines() -> Iterator[None]:
-    _engine._engines.clear()
+    _engines._engines.clear()
     yield
-    _engine._engines.clear()
+    _engines._engines.clear()
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_random_steps_draw_the_same_numbers_again(make: Any, traced: list[int]) 
     shape, adjoint = ((4,), bda.Checkpointed(every=2)) if make is dropout else ((5, 8), bda.Unroll())
     want = module_problem(make, shape, adjoint=adjoint)
     close(module_problem(make, shape, adjoint=adjoint, compile=True), want)
-    _engine._engines.clear()
+    _engines._engines.clear()
     with pytest.warns(UserWarning, match="draws random numbers"):
         close(module_problem(make, shape, adjoint=adjoint, compile="mixed"), want)
 
@@ -277,12 +277,12 @@ def test_agreement_is_relative_to_each_tensor_and_forgives_noise() -> None:
 
 
 def test_many_layouts_end_in_uncompiled_steps(traced: list[int]) -> None:
-    batches = [torch.randn(n, dtype=torch.float64) for n in range(1, 20)]
+    batches = [torch.randn(n, dtype=torch.float64) for n in range(1, 40)]
     lower = lambda y, x, b: ((y - x) ** 2).sum() + (b * y[0]).mean()  # noqa: E731
     args = (lower, lambda y, x, b: y.sum(), torch.zeros(3, dtype=torch.float64), torch.ones((), dtype=torch.float64))
     with pytest.warns(UserWarning, match="layouts of batches"):
-        got = bda.hypergradient(*args, steps=19, lr=0.1, batches=batches, compile=True)
-    close([got.grad], [bda.hypergradient(*args, steps=19, lr=0.1, batches=batches).grad])
+        got = bda.hypergradient(*args, steps=39, lr=0.1, batches=batches, compile=True)
+    close([got.grad], [bda.hypergradient(*args, steps=39, lr=0.1, batches=batches).grad])
 
 
 def test_a_captured_tensor_that_requires_grad_is_refused(traced: list[int]) -> None:
@@ -387,11 +387,11 @@ def test_engines_go_with_their_loss(traced: list[int]) -> None:
         exec("def lower(y, x, b):\n    return ((y - x) ** 2).sum()", scope)
         args = (scope["lower"], upper_ce, torch.zeros(2, dtype=torch.float64), torch.ones((), dtype=torch.float64))
         bda.hypergradient(*args, steps=3, lr=0.1, compile=True)
-        return weakref.ref(next(iter(_engine._engines[scope["lower"].__code__].values())))
+        return weakref.ref(next(iter(_engines._engines[scope["lower"].__code__].values())))
 
     engine = problem()
     gc.collect()
-    assert engine() is None and not len(_engine._engines)
+    assert engine() is None and not len(_engines._engines)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -401,3 +401,69 @@ def test_really_compiled() -> None:
         warnings.filterwarnings("error", message="compile=True")
         got = module_problem(lambda: nn.Linear(4, 3), (4,), rule=torch.optim.Adam, compile="reverse")
     close(got, module_problem(lambda: nn.Linear(4, 3), (4,), rule=torch.optim.Adam))
+
+
+# --- a step and its pull-back, divided --------------------------------------------------------------------------------
+
+
+def operations(graph: Any) -> list[str]:
+    return [node.target.name().split("::")[1] for node in graph.graph.nodes if node.op == "call_function"]
+
+
+def traced_joint(function: Callable[..., list[Any]], inputs: list[Tensor]) -> Any:
+    graph, _ = _program.trace(function, inputs)
+    return graph
+
+
+def test_the_second_part_repeats_no_product() -> None:
+    """X W^T and the sums of a softmax are saved, what is elementwise is not; both parts together are the whole."""
+    torch.manual_seed(0)
+    x, w, v = (torch.randn(shape, dtype=torch.float64) for shape in ((6, 4), (3, 4), (3, 4)))
+
+    def joint(x: Tensor, w: Tensor, v: Tensor) -> list[Any]:
+        with torch.enable_grad():
+            w = w.detach().requires_grad_()
+            (slope,) = torch.autograd.grad((x @ w.t()).tanh().logsumexp(1).sum(), w, create_graph=True)
+            new = w - 0.1 * slope
+            return [new.detach(), *torch.autograd.grad(new, w, v)]
+
+    whole = traced_joint(joint, [x, w, v])
+    ahead, back, count = _partition.partition(whole, 1, [2])
+    new, *saved = ahead(x, w)
+    assert len(saved) == count > 0
+    torch.testing.assert_close([new, *back(x, w, *saved, v)], joint(x, w, v))
+    assert operations(ahead).count("mm") == 2 and operations(back).count("mm") == 2
+    assert operations(whole).count("mm") == 4
+    assert "tanh" not in operations(back) or len(saved) < 6
+
+
+def test_operations_that_change_their_arguments_are_not_divided() -> None:
+    graph = traced_joint(lambda x, v: [x.clone().mul_(2), x * v], [torch.ones(3), torch.ones(3)])
+    assert _partition.partition(graph, 1, [1]) is None
+
+
+def test_compiled_steps_save_their_work(traced: list[int]) -> None:
+    """Unroll and Checkpointed evaluate no loss in the backward pass of a step again."""
+    for adjoint in (bda.Unroll(), bda.Checkpointed(every=2)):
+        _engines._engines.clear()
+        counterexample(compile=True, adjoint=adjoint)
+        (engine,) = next(iter(_engines._engines.values())).values()
+        assert engine.pairs and all(pair is not None for pair in engine.pairs.values())
+        assert not any(key[0] == "pull" for key in engine.programs)
+
+
+def test_narrow_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """X W^T is handed to oneDNN where a measurement says so, with and without a bias; the numbers stay."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch has no oneDNN here")
+    assert _products._is_faster(100, 20, 3) in (True, False)  # really measured, once
+    torch.manual_seed(0)
+    x, w, b = torch.randn(1000, 250), torch.randn(10, 250), torch.randn(10)
+    for faster in (True, False):
+        monkeypatch.setattr(_products, "_is_faster", lambda *shape, faster=faster: faster)
+        graph = traced_joint(lambda x, w, b: [F.linear(x, w, b), x @ w.t(), w @ x.t(), x[:3] @ w.t()], [x, w, b])
+        want = graph(x, w, b)
+        _products.narrow(graph)
+        graph.recompile()
+        assert operations(graph).count("narrow_product") == 2 * faster
+        torch.testing.assert_close(graph(x, w, b), want, rtol=1e-4, atol=1e-4)

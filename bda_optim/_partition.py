@@ -1,0 +1,101 @@
+"""A step and its pull-back as one graph, divided so that the second half need not do the work of the first again."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule, Node
+
+_MADE = ("full", "zeros", "ones", "scalar_tensor", "arange", "eye", "clone", "_to_copy", "lift_fresh_copy")
+"""Operations that fill or copy memory; with `new_` before or `_like` behind them too."""
+
+
+def partition(joint: GraphModule, first: int, tangents: Sequence[int]) -> tuple[GraphModule, GraphModule, int] | None:
+    """Divide a graph into a part without its tangents and one with them; None if an operation changes its arguments.
+
+    Saved for the second part are results that are neither elementwise nor views, such as products and sums; what is
+    elementwise is computed again, fused with what uses it.
+
+    Args:
+        joint: The graph.
+        first: How many of its outputs belong to the first part.
+        tangents: Which of its inputs only the second part takes.
+
+    Returns:
+        The first part, which gives its outputs and the saved tensors; the second, which takes the inputs as the graph
+        does, with the saved tensors before the tangents; and how many are saved.
+    """
+    nodes = list(joint.graph.nodes)
+    if any(_changes_arguments(node) for node in nodes):
+        return None
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    later = {inputs[i] for i in tangents}
+    for node in nodes:
+        if node.op == "call_function" and not later.isdisjoint(node.all_input_nodes):
+            later.add(node)
+    outputs = list(nodes[-1].args[0])
+    before = [node for node in inputs if node not in later]
+    wanted = {node for one in later for node in one.all_input_nodes if node not in later}
+    wanted.update(node for node in outputs[first:] if node not in later)
+    saved = []
+    for node in reversed(nodes):
+        if node in wanted and node.op == "call_function":
+            if _is_cheap(node):
+                wanted.update(node.all_input_nodes)
+            else:
+                saved.append(node)
+    ahead = _extract(joint, before, [*outputs[:first], *saved])
+    start = min(tangents, default=len(inputs))
+    back = _extract(joint, [*inputs[:start], *saved, *inputs[start:]], outputs[first:])
+    return ahead, back, len(saved)
+
+
+def _extract(joint: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
+    """Return the part of a graph that leads from inputs to outputs."""
+    from torch import fx
+
+    graph, copies = fx.Graph(), {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = node.meta
+    needed, waiting = set(copies), list(outputs)
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    for node in joint.graph.nodes:
+        if node in needed and node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output([copies[node] for node in outputs])
+    return fx.GraphModule(joint, graph)
+
+
+def _schema(node: Node) -> Any:
+    return getattr(node.target, "_schema", None)
+
+
+def _changes_arguments(node: Node) -> bool:
+    return node.op == "call_function" and getattr(_schema(node), "is_mutable", False)
+
+
+def _is_cheap(node: Node) -> bool:
+    """Whether a result is had again for nothing, or nearly so."""
+    if node.target is operator.getitem:
+        return _is_cheap(node.all_input_nodes[0])
+    schema = _schema(node)
+    if schema is None:
+        return False
+    if any(result.alias_info is not None for result in schema.returns):
+        return True
+    name = schema.name.removeprefix("aten::").removeprefix("new_").removesuffix("_like")
+    return name in _MADE or torch.Tag.pointwise in _tags(node)
+
+
+def _tags(node: Node) -> Iterable[Any]:
+    return getattr(node.target, "tags", ())
