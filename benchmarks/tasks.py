@@ -2,50 +2,45 @@
 
     python -m benchmarks.tasks
 
-Latest output (the machine had a load of 1.2 to 1.9 from other work; before small batched products were spelled out and
-a compiled call needed less Python, which took the compiled heads from 8.7 to 6.2 ms; not recorded anew yet):
+Latest output (one of the two cores; experiments ran on the other):
 
 2026-11-16; x86_64, 2 cores, CPU, one thread, float32; torch 2.13.0+cpu, higher 0.2.1, torchopt 0.7.3, jax 0.10.2
 
 32 tasks, linear head on 64 features, 5-way 1-shot, K=20  first call s  CPU ms  times faster  memory MiB  error
-loop over higher                                                  0.22  226.89          1.00        0.09  3e-07
-torch.func vmap by hand                                           0.03   31.80          7.68        1.86  3e-07
-JAX jit+vmap+scan                                                 0.68    2.27         97.26        0.35  3e-07
-ours, loop over tasks                                             0.26  280.86          0.86        0.11  3e-07
-ours, tasks=B                                                     0.02   24.33          9.43        0.58  3e-07
-ours, tasks=B, compiled                                          57.80    9.40         22.95        0.67  2e-07
+loop over higher                                                  0.45  500.42          1.00        0.10  3e-07
+torch.func vmap by hand                                           0.05   57.49          8.43        1.77  3e-07
+JAX jit+vmap+scan                                                 1.64    4.09        119.12        0.31  3e-07
+ours, loop over tasks                                             0.52  550.07          0.86        0.11  3e-07
+ours, tasks=B                                                     0.04   41.68         11.38        0.57  3e-07
+ours, tasks=B, compiled                                          26.42    9.10         54.67        0.56  3e-07
 
 16 tasks, whole MLP 64-256-256-10, 10-way 1-shot, K=5  first call s  CPU ms  times faster  memory MiB  error
-loop over higher                                               0.17  180.92          1.00        7.91  2e-07
-torch.func vmap by hand                                        0.21  148.00          1.28      125.25  2e-07
-JAX jit+vmap+scan                                              2.05  139.89          1.29       45.70  2e-07
-ours, loop over tasks                                          0.23  203.10          0.92        7.01  7e-04
-ours, tasks=B                                                  0.20  141.07          1.31       58.06  2e-07
-ours, tasks=B, compiled                                       14.33  157.42          1.11       83.11  2e-07
+loop over higher                                               0.23  315.20          1.00        7.67  2e-07
+torch.func vmap by hand                                        0.12  150.72          2.08      131.70  2e-07
+JAX jit+vmap+scan                                              2.84  164.81          1.87       41.17  2e-07
+ours, loop over tasks                                          0.23  328.58          0.97        6.65  7e-04
+ours, tasks=B                                                  0.12  182.27          1.71       68.50  2e-07
+ours, tasks=B, compiled                                       29.73  194.92          1.58       68.59  2e-07
 
 16 tasks, whole MLP 64-256-256-10, 10-way 5-shot, K=5  first call s  CPU ms  times faster  memory MiB  error
-loop over higher                                               0.24  237.77          1.00        9.32  1e-07
-torch.func vmap by hand                                        0.20  177.84          1.30      160.88  1e-07
-JAX jit+vmap+scan                                              1.43  226.16          1.10       58.25  1e-07
-ours, loop over tasks                                          0.25  243.46          1.01        8.62  1e-07
-ours, tasks=B                                                  0.21  200.56          1.18       74.78  1e-07
-ours, tasks=B, compiled                                       19.42  197.50          1.18       69.52  1e-07
+loop over higher                                               0.35  381.94          1.00        9.81  1e-07
+torch.func vmap by hand                                        0.27  234.33          1.60      144.21  1e-07
+JAX jit+vmap+scan                                              3.24  264.27          1.43       56.95  1e-07
+ours, loop over tasks                                          0.44  373.03          0.99        8.62  1e-07
+ours, tasks=B                                                  0.29  239.20          1.50       78.88  1e-07
+ours, tasks=B, compiled                                       34.96  232.05          1.63       94.43  1e-07
 
-MISSED   heads: loop over higher / ours, tasks=B, compiled: 23 (>= 25)
-MISSED   mlps: loop over higher / ours, tasks=B: 1.31 (>= 4)
-MISSED   mlps_5_shot: loop over higher / ours, tasks=B, compiled: 1.18 (>= 4)
+reached  heads: loop over higher / ours, tasks=B, compiled: 54.7 (>= 25)
+MISSED   mlps: loop over higher / ours, tasks=B: 1.71 (>= 4)
+MISSED   mlps_5_shot: loop over higher / ours, tasks=B, compiled: 1.63 (>= 4)
 
-Missed are 25 times for the heads (23; the prototype's figure was 25) and 4 times for the whole MLP (1.2 to 1.3).
-
-Heads, profiled (9.1 ms): 118 products of 32 small matrices take 2.9 ms (25 us each), the generated kernels 1.6 ms, and
-most of the rest is Python around 8 calls of 5 steps each: flattening trees, `isinstance` with a runtime protocol (38
-calls), and the upper loss, which is not compiled.
-
-MLP, profiled (1-shot, under the profiler): products, sums and multiples of tensors take 153 of 235 ms in the loop over
-higher and 163 of 192 ms at once; the largest item, outer products of 256 x 10 and 10 x 256, takes 36 and 37 ms. So the
-kernels cost the same either way, and only the overhead of the calls can be saved: not a factor of 4. JAX gains 1.1 to
-1.3 times too, and 5 query rows instead of 150 changed the factor from 1.3 to 1.4. (The 7e-04 of the loop over tasks is
-a ReLU that flips in float32; in float64 it agrees to 3e-16.)
+Reached are 25 times for the heads, and the 40 aimed at; a step and its pull-back share their work since this run's
+predecessor (23 times). Missed are 4 times for the whole MLP (1.6 to 1.7): products, sums and multiples of tensors took
+153 of 235 ms in the loop over higher and 163 of 192 ms at once in an earlier profile (1-shot, under the profiler); the
+largest item, outer products of 256 x 10 and 10 x 256, 36 and 37 ms. The kernels cost the same either way, and only the
+overhead of the calls can be saved: not a factor of 4. JAX gains 1.4 to 1.9 times too. Our uncompiled loop over tiny
+heads takes 1.16 times higher's, a fixed cost per rollout of some tenths of a millisecond. (The 7e-04 of the loop over
+tasks is a ReLU that flips in float32; in float64 it agrees to 3e-16.)
 """
 
 from __future__ import annotations
