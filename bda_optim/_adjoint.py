@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from . import _graph
-from ._replay import CompiledStep, Replay, Replayed, fresh, refuse_captured, segments
+from ._replay import CompiledStep, Replay, Replayed, fresh, refuse_captured
+from ._segments import segments
 from ._tangent import Attached, identity, push, scalars
 from ._tree import any_requires_grad, detach, replace_tensors, tensors
 from ._types import Step
@@ -57,7 +58,7 @@ class Unroll:
         if isinstance(step, CompiledStep):
             items = step.units(items)
             if any_requires_grad((state, hyper)) and not step.broken:
-                return _replayed(step, state, hyper, items, starts=range(len(items)))
+                return _replayed(step, state, hyper, items, starts=range(len(items)), record=True)
         records = []
         for number, item in enumerate(items):
             state, record = step(state, hyper, item)
@@ -253,10 +254,9 @@ def _replayed(
     *,
     starts: Sequence[int] | None,
     slots: int = 0,
-    offload: bool = False,
-    check: bool = False,
+    **options: Any,
 ) -> Result:
-    replay = Replay(step, state, hyper, items, starts=starts, slots=slots, offload=offload, check=check)
+    replay = Replay(step, state, hyper, items, starts=starts, slots=slots, **options)
     leaves: tuple[Tensor, ...] = Replayed.apply(replay, *tensors(state), *hyper)  # type: ignore[no-untyped-call]
     return replace_tensors(replay.last, leaves), replay.records
 

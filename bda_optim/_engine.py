@@ -29,7 +29,7 @@ from ._aggregation import is_zero, weight
 from ._engines import engine_of
 from ._mixed import add, pull_mixed
 from ._program import Function, Pair, agree, build, build_pair, trace
-from ._replay import fresh, pull_back
+from ._replay import changed_in_place, fresh, pull_back
 from ._step import BDAStep
 from ._tangent import Flows, push
 from ._tree import detach, is_differentiable, layout, replace_tensors, tensors
@@ -47,6 +47,8 @@ _MOST_STEPS, _MOST_OPERATIONS = 10, 500
 
 _FEW = 100
 """Steps with more operations than this have a call of their own."""
+
+_MOST_MISSES = 3  # pull-backs in a row that lacked a cotangent, as buffers do: then nothing is saved for them
 
 _MOST_PROGRAMS = 16
 """So many layouts of batches are compiled for one problem before it runs uncompiled."""
@@ -131,23 +133,30 @@ class CompiledStep(_replay.CompiledStep):
     def record(self, state: Any, hyper: Sequence[Tensor], unit: Unit) -> tuple[Any, list[Record], Any]:
         """Take the steps of a unit; return also what `pull` needs of their work, or None."""
         pair, flat = self._pair(state, hyper, unit)
-        if pair is None:
+        if pair is None or pair.misses > _MOST_MISSES:
             return *self(state, hyper, unit), None
         result = pair.ahead(flat, self._captured)
         count = len(tensors(state))
         end = count + 2 * len(unit.items)
-        return replace_tensors(state, result[:count]), _records(result[count:end]), (pair, flat, result[end:])
+        saved = (pair, flat, result[end:], pair.versions(self._captured))
+        return replace_tensors(state, result[:count]), _records(result[count:end]), saved
 
     def pull(
         self, state: Any, hyper: Sequence[Tensor], unit: Unit, cotangents: Cotangents, saved: Any = None
     ) -> list[Tensor | None]:
         """Pull cotangents of the state after a unit back to the state before it and to hyper."""
         if saved is not None:
-            pair, flat, kept = saved
-            pairs = [(c, t) for c, t in zip(cotangents, tensors(state), strict=True) if is_differentiable(t)]
-            given = [torch.zeros_like(t).contiguous() if c is None else c.contiguous() for c, t in pairs]
-            found: list[Tensor | None] = pair.back([*flat, *kept, *given], self._captured)
-            return found
+            pair, flat, kept, versions = saved
+            for (tensor, now), (_, then) in zip(pair.versions(self._captured), versions, strict=True):
+                if now != then:
+                    raise RuntimeError(changed_in_place("a tensor from the closure of a loss", tensor))
+            pairs = zip(cotangents, tensors(state), strict=True)
+            given = [c for c, t in pairs if c is not None and is_differentiable(t)]
+            missing = sum(map(is_differentiable, tensors(state))) - len(given)
+            pair.misses = pair.misses + 1 if missing else 0
+            if not missing:  # else zeros would do, but for derivatives that are infinite
+                found: list[Tensor | None] = pair.back([*flat, *kept, *(c.contiguous() for c in given)], self._captured)
+                return found
         if not self._engine.broken:
             result = self._run("pull", unit, state, hyper, cotangents)
             if result is not None:
@@ -181,10 +190,13 @@ class CompiledStep(_replay.CompiledStep):
                 self._without(f"more than {_MOST_PROGRAMS} layouts of batches or states were met")
                 return None, []
             where = [is_differentiable(t) for t in start]
-            chosen = [t for t, there in zip(start, where, strict=True) if there]
-            generator = torch.Generator().manual_seed(0)
-            tangents = [torch.randn(t.shape, dtype=t.dtype, generator=generator).to(t.device) for t in chosen]
+            before, generator = torch.get_rng_state(), torch.Generator().manual_seed(0)
             try:
+                tangents = [
+                    torch.randn(t.shape, dtype=t.dtype, generator=generator, device="cpu").to(t.device)
+                    for t, there in zip(start, where, strict=True)
+                    if there
+                ]
                 with _set_fwd_grad_enabled(True):  # this runs inside of an autograd function, which disables it
                     mixed = self._is_mixed(form, state, wanted, where, [*flat, *tangents])
                     joint = self._pull(form, state, wanted, where, mixed=mixed, whole=True)
@@ -192,6 +204,8 @@ class CompiledStep(_replay.CompiledStep):
                     self._engine.pairs[key] = build_pair(joint, flat, tangents, first, self._captured)
             except Exception:  # the two programs are tried one by one then, and what is wrong is reported
                 self._engine.pairs[key] = None
+            finally:
+                torch.set_rng_state(before)
         return self._engine.pairs[key], flat
 
     def _number(self, form: Form) -> int:
@@ -223,8 +237,9 @@ class CompiledStep(_replay.CompiledStep):
                 function = self._pull(
                     form, state, wanted, where, mixed=self._is_mixed(form, state, wanted, where, flat)
                 )
-            program, result = build(function, flat, self._captured)
-            same = agree(program(flat, self._captured), result)
+            program, want = build(function, flat, self._captured)
+            result = program(flat, self._captured)
+            same = agree(result, want)
         except Exception as error:  # whatever the compiler stumbled over, the uncompiled step is right
             reason = (str(error).splitlines() or [""])[0]
             return self._without(f"the step could not be compiled ({type(error).__name__}: {reason})")

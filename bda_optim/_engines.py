@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._freeze import freeze
@@ -39,7 +40,8 @@ def engine_of(step: BDAStep, mode: str) -> tuple[Engine, list[Tensor]]:
     update = step.update
     groups = [(group.members, _without_numbers(group.settings.unfilled())) for group in update.groups]
     parts = (step.lower, step.upper, step.objective, step.hyper, update.rule, groups, update.tasks)
-    key, captured = freeze((*parts, step.constant_gradients, mode))
+    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    key, captured = freeze((*parts, step.constant_gradients, mode, str(casts), str(torch.get_default_dtype())))
     owner = getattr(step.lower, "__func__", step.lower)
     owner = getattr(owner, "__code__", owner)  # a lambda made anew in every upper iteration has the same code
     family = _engines.setdefault(owner, {})

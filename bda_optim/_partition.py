@@ -16,7 +16,9 @@ _MADE = ("full", "zeros", "ones", "scalar_tensor", "arange", "eye", "clone", "_t
 
 
 def partition(joint: GraphModule, first: int, tangents: Sequence[int]) -> tuple[GraphModule, GraphModule, int] | None:
-    """Divide a graph into a part without its tangents and one with them; None if an operation changes its arguments.
+    """Divide a graph into a part without its tangents and one with them; None if that cannot be done.
+
+    It cannot where an operation changes its arguments, or where the second part draws random numbers.
 
     Saved for the second part are results that are neither elementwise nor views, such as products and sums; what is
     elementwise is computed again, fused with what uses it.
@@ -38,6 +40,9 @@ def partition(joint: GraphModule, first: int, tangents: Sequence[int]) -> tuple[
     for node in nodes:
         if node.op == "call_function" and not later.isdisjoint(node.all_input_nodes):
             later.add(node)
+    drawn = [node for node in nodes if torch.Tag.nondeterministic_seeded in _tags(node)]
+    if not later.isdisjoint(drawn):
+        return None
     outputs = list(nodes[-1].args[0])
     before = [node for node in inputs if node not in later]
     wanted = {node for one in later for node in one.all_input_nodes if node not in later}
@@ -49,21 +54,23 @@ def partition(joint: GraphModule, first: int, tangents: Sequence[int]) -> tuple[
                 wanted.update(node.all_input_nodes)
             else:
                 saved.append(node)
-    ahead = _extract(joint, before, [*outputs[:first], *saved])
+    ahead = _extract(joint, before, [*outputs[:first], *saved], also=drawn)  # as many numbers as uncompiled code draws
     start = min(tangents, default=len(inputs))
     back = _extract(joint, [*inputs[:start], *saved, *inputs[start:]], outputs[first:])
     return ahead, back, len(saved)
 
 
-def _extract(joint: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
-    """Return the part of a graph that leads from inputs to outputs."""
+def _extract(
+    joint: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node], also: Sequence[Node] = ()
+) -> GraphModule:
+    """Return the part of a graph that leads from inputs to outputs, and to other nodes that must not be lost."""
     from torch import fx
 
     graph, copies = fx.Graph(), {}
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = node.meta
-    needed, waiting = set(copies), list(outputs)
+    needed, waiting = set(copies), [*outputs, *also]
     while waiting:
         node = waiting.pop()
         if node not in needed:

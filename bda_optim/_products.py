@@ -42,6 +42,7 @@ def spell_out(graph: GraphModule) -> None:
             columns = graph.graph.call_function(aten.unsqueeze.default, (right, 1))
             terms = graph.graph.call_function(aten.mul.Tensor, (rows, columns))
             product = graph.graph.call_function(aten.sum.dim_IntList, (terms, [2]))
+        product.meta = dict(node.meta)  # the next product may ask for its shape
         node.replace_all_uses_with(product)
         graph.graph.erase_node(node)
 
@@ -56,13 +57,16 @@ def narrow(graph: GraphModule) -> None:
         if node.op != "call_function" or node.kwargs or node.target not in (aten.mm.default, aten.addmm.default):
             continue
         *bias, left, right = node.args
-        if not _fits(left, right) or not _is_faster(*left.meta["val"].shape, right.meta["val"].shape[1]):
+        if not _fits(left, right) or not _is_faster(
+            *left.meta["val"].shape, right.meta["val"].shape[1], torch.get_num_threads()
+        ):
             continue
         with graph.graph.inserting_before(node):
             weight = graph.graph.call_function(aten.t.default, (right,))
             product = graph.graph.call_function(_operator(), (left, weight))
             for term in bias:
                 product = graph.graph.call_function(aten.add.Tensor, (product, term))
+        product.meta = dict(node.meta)
         node.replace_all_uses_with(product)
         graph.graph.erase_node(node)
 
@@ -77,15 +81,16 @@ def _fits(left: Node, right: Node) -> bool:
 
 
 @functools.cache
-def _is_faster(rows: int, inner: int, columns: int) -> bool:
+def _is_faster(rows: int, inner: int, columns: int, threads: int) -> bool:
     """Measure both ways, in turns."""
-    x, w = torch.ones(rows, inner), torch.ones(columns, inner)
+    x, w = (torch.ones(size, inner, dtype=torch.float32, device="cpu") for size in (rows, columns))
     best: dict[str, float] = {}
     ways: dict[str, Callable[[], Tensor]] = {"BLAS": lambda: x @ w.t(), "oneDNN": lambda: _linear(x, w)}
     for _ in range(_TURNS):
         for name, product in ways.items():
             start = time.perf_counter()
-            product()
+            with torch.autocast("cpu", enabled=False):
+                product()
             best[name] = min(best.get(name, math.inf), time.perf_counter() - start)
     return best["oneDNN"] < 0.9 * best["BLAS"]
 

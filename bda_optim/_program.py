@@ -77,6 +77,13 @@ class Pair:
 
     ahead: Program
     back: Program
+    misses: int = 0
+    """How often in a row it could not be used, for lack of a cotangent."""
+
+    def versions(self, captured: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+        """Return the tensors of closures that both parts read, with their versions."""
+        found = [captured[c] for c in self.ahead.constants if isinstance(c, int)]
+        return [(t, 0 if t.is_inference() else t._version) for t in found]
 
 
 def build_pair(

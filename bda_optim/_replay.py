@@ -7,9 +7,7 @@
 from __future__ import annotations
 
 import abc
-import functools
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,58 +16,12 @@ from torch import Tensor
 
 from . import _graph
 from ._ambient import Ambient, fingerprints
+from ._segments import split
 from ._shelf import Kept, Ledger, Shelf
 from ._tree import describe, detach, is_differentiable, replace_tensors, tensors
 from ._types import Step
 
 Cotangents = list[Tensor | None]
-
-
-def reevaluations(steps: int, slots: int) -> int:
-    """Return t(K, s), the optimal number of steps evaluated again after the first sweep with s stored states.
-
-    >>> [reevaluations(10, s) for s in (1, 2, 3, 10)]
-    [45, 20, 15, 9]
-    """
-    r = _repetitions(steps, slots)
-    return r * steps - (math.comb(slots + r, r - 1) if r else 0)
-
-
-def _repetitions(steps: int, slots: int) -> int:
-    return next(r for r in range(steps + 1) if math.comb(slots + r, r) >= steps)
-
-
-@functools.lru_cache(maxsize=4096)
-def split(steps: int, slots: int) -> int:
-    """Return after how many of `steps` the next state is stored: then the work is ``reevaluations(steps, slots)``."""
-    if slots == 1:
-        return steps - 1
-    r = _repetitions(steps, slots)
-    most = math.comb(slots + r - 1, slots)  # what `slots` can reverse in r - 1 repetitions
-    return min(most, steps - math.comb(slots + r - 2, slots - 1))
-
-
-def segments(steps: int, cost: float) -> list[int]:
-    """Return where segments start so that the stored states and the graphs of one segment stay below a common bound M.
-
-    The unit is a state, and `cost` the size of a step's graph. Segments are replayed from the last one to the first and
-    their states dropped on the way; so the first, beside which fewer states are left, may be longer. With i states
-    beside segment i, its length is (M - i) / cost, and M about sqrt(2 cost K). Equal ones would need sqrt(4 cost K).
-
-    >>> segments(10, 1.0)
-    [0, 4, 7, 9]
-    """
-    bound = max(1, math.isqrt(int(2 * cost * steps)) - 1)
-    while True:
-        starts: list[int] = []
-        at = 0
-        while at < steps and len(starts) < bound:
-            length = max(1, int((bound - len(starts)) / cost))
-            starts.append(at)
-            at += length
-        if at >= steps:
-            return starts
-        bound += 1
 
 
 class CompiledStep(abc.ABC):
@@ -128,11 +80,12 @@ class Replay:
         slots: int,
         offload: bool = False,
         check: bool = False,
+        record: bool = False,
     ) -> None:
-        """Prepare; nothing runs yet."""
+        """Prepare; nothing runs yet. With `record`, a compiled step saves what its pull-back needs in the sweep."""
         self._step, self._items, self._starts, self._slots = step, items, starts, slots
         self._state, self._count = detach(state), len(tensors(state))
-        self._compiled = isinstance(step, CompiledStep)
+        self._compiled, self._recording = isinstance(step, CompiledStep), record
         self._ambient = Ambient(tensors(state))
         self._stored: dict[int, Stored] = {}
         self._saved: dict[int, Any] = {}
@@ -159,9 +112,14 @@ class Replay:
                 self._stored[number] = Stored(kept, self._ambient.rng())
             self._batch_versions.append([_version(t) for t in tensors(self._items[number])])
             keep = self._starts is None and number == end - 1 and not self._compiled
-            if keep or (number == 0 and not getattr(self._step, "inspected", False)):
+            inspect = number == 0 and not getattr(self._step, "inspected", False)
+            if inspect and self._compiled:
+                rng = self._ambient.rng()
+                self._recorded_step(number, state, hyper, keep)
+                self._ambient.set_rng(rng)
+            if keep or (inspect and not self._compiled):
                 state, record = self._recorded_step(number, state, hyper, keep)
-            elif self._all and isinstance(self._step, CompiledStep):
+            elif self._recording and isinstance(self._step, CompiledStep):
                 state, record, self._saved[number] = self._step.record(state, wanted, self._items[number])
             else:
                 state, record = self._step(state, hyper, self._items[number])
@@ -311,7 +269,8 @@ class Replay:
         state, way, records = self._shelf.get(source.kept), [], []
         with torch.no_grad():
             for number in range(start, stop):
-                saved, before, rng = self._saved.get(number), state, self._ambient.rng()
+                # A second backward pass (retain_graph=True) records anew: as autograd does, the first frees its graph.
+                saved, before, rng = self._saved.pop(number, None), state, self._ambient.rng()
                 if saved is None and self._prints is None:
                     state, record, saved = step.record(state, hyper, self._item(number))
                     records.append(record)

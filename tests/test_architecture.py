@@ -12,12 +12,10 @@ PACKAGE = ROOT / "bda_optim"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = (
-    {"_types", "_tree", "_graph", "_recompose"},
+    {"_types", "_tree", "_graph", "_recompose", "_partition", "_products"},
     {
         "_schedules",
         "_program",
-        "_partition",
-        "_products",
         "_trace",
         "_aggregation",
         "_prox",
@@ -29,6 +27,7 @@ LAYERS = (
         "_tangent",
         "_freeze",
         "_shelf",
+        "_segments",
     },
     {"_objective", "_step", "_replay", "_adjoint", "_mixed", "_divergence", "_guard"},
     {"_rollout", "_engine", "_engines", "_units"},

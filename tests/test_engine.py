@@ -456,7 +456,7 @@ def test_narrow_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """X W^T is handed to oneDNN where a measurement says so, with and without a bias; the numbers stay."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("torch has no oneDNN here")
-    assert _products._is_faster(100, 20, 3) in (True, False)  # really measured, once
+    assert _products._is_faster(100, 20, 3, 1) in (True, False)  # really measured, once
     torch.manual_seed(0)
     x, w, b = torch.randn(1000, 250), torch.randn(10, 250), torch.randn(10)
     for faster in (True, False):
@@ -467,3 +467,84 @@ def test_narrow_products(monkeypatch: pytest.MonkeyPatch) -> None:
         graph.recompile()
         assert operations(graph).count("narrow_product") == 2 * faster
         torch.testing.assert_close(graph(x, w, b), want, rtol=1e-4, atol=1e-4)
+
+
+def noisy(y: Tensor, x: Tensor, batch: Any) -> Tensor:
+    torch.randn(2)  # drawn for nothing, but drawn
+    return ((y + 0.1 * torch.randn_like(y) - x) ** 2).sum()
+
+
+@pytest.mark.parametrize("adjoint", [bda.Unroll(), bda.Checkpointed(), bda.Checkpointed(every=2)], ids=str)
+def test_random_numbers_are_those_of_uncompiled_steps(adjoint: Any, traced: list[int]) -> None:
+    """In the rollout that compiles and in the next one; numbers that are not used are drawn too."""
+
+    def run(**options: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        start, x = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+        args = (noisy, lambda y, x, b: (y * y).sum(), start, x)
+        return [bda.hypergradient(*args, steps=12, lr=0.1, adjoint=adjoint, **options).grad, torch.rand(2).double()]
+
+    want = run()
+    for _ in range(2):
+        close(run(compile=True), want)
+
+
+@pytest.mark.parametrize("adjoint", [bda.Unroll(), bda.Checkpointed(every=2)], ids=str)
+def test_a_cotangent_that_is_missing_is_no_zero(adjoint: Any, traced: list[int]) -> None:
+    """|a x|^1.5 has an infinite second derivative at a = 0, where nothing depends on a."""
+
+    def lower(y: Any, x: Tensor, batch: Any) -> Tensor:
+        return ((y["w"] - x) ** 2).sum() + ((y["a"] * x).abs() ** 1.5).sum()
+
+    start = {"w": torch.ones(2, dtype=torch.float64), "a": torch.zeros(2, dtype=torch.float64)}
+    args = (lower, lambda y, x, b: (y["w"] ** 2).sum(), start, torch.tensor(0.5, dtype=torch.float64))
+    want = bda.hypergradient(*args, steps=6, lr=0.1)
+    for _ in range(4):
+        close([bda.hypergradient(*args, steps=6, lr=0.1, adjoint=adjoint, compile="reverse").grad], [want.grad])
+
+
+def test_a_captured_tensor_that_changes_is_refused(traced: list[int]) -> None:
+    data, x = torch.rand(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64, requires_grad=True)
+
+    def lower(y: Tensor, x: Tensor, batch: Any) -> Tensor:
+        return ((y * data).tanh() * x).sum() + (y * y).sum()
+
+    for _ in range(2):
+        y = bda.rollout(lower, None, torch.ones(3, dtype=torch.float64), x, steps=8, lr=0.1, compile="reverse")
+    data.mul_(2)
+    with pytest.raises(RuntimeError, match=r"from the closure of a loss .* was changed in place"):
+        torch.autograd.grad(y.sum(), x)
+
+
+def test_saved_tensors_go_with_the_backward_pass(traced: list[int]) -> None:
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+
+    def lower(y: Tensor, x: Tensor, batch: Any) -> Tensor:
+        return ((y - x) ** 2).sum().exp()
+
+    y = bda.rollout(lower, None, torch.zeros(3, dtype=torch.float64), x, steps=8, lr=0.01, compile="reverse")
+    replay = y.grad_fn.replay
+    assert any(saved is not None for saved in replay._saved.values())
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert not replay._saved
+    close(list(torch.autograd.grad(y.sum(), x)), list(first))
+
+
+def test_products_may_follow_each_other() -> None:
+    a, b = torch.rand(3, 2, 2), torch.rand(3, 2, 2)
+    graph = traced_joint(lambda a, b: [torch.bmm(torch.bmm(a, b), b)], [a, b])
+    _products.spell_out(graph)
+    graph.recompile()
+    assert "bmm" not in operations(graph)
+    torch.testing.assert_close(graph(a, b), [a @ b @ b])
+
+
+def test_autocast_is_part_of_the_problem(traced: list[int]) -> None:
+    def lower(y: Tensor, x: Tensor, batch: Any) -> Tensor:
+        return ((y @ x) ** 2).sum()
+
+    args = (lower, lambda y, x, b: y.sum(), torch.rand(4, 4), torch.rand(4, 4))
+    for enabled in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            got, want = (bda.hypergradient(*args, steps=4, lr=0.01, compile=c).grad for c in (True, False))
+        torch.testing.assert_close(got, want, rtol=2e-2 if enabled else 1e-5, atol=1e-2 if enabled else 1e-6)

@@ -109,7 +109,7 @@ EDITS: dict[str, Edit] = {
         "_replay.py", "t.view_as(t) if t.requires_grad else t", "t", "tests/test_adjoint.py -k depend_on_each_other"
     ),
     "states stored at the wrong places": Edit(
-        "_replay.py", "return min(most, steps - ", "return max(1, steps - ", "tests/test_adjoint.py -k optimal"
+        "_segments.py", "return min(most, steps - ", "return max(1, steps - ", "tests/test_adjoint.py -k optimal"
     ),
     "tangents of all inputs in one row": Edit("_tangent.py", "offset += count", "offset += 0"),
     "complex tangents lose their imaginary part": Edit(
