@@ -342,12 +342,3 @@ def test_the_readme_has_the_table_of_the_results(example: ModuleType, path: Path
     assert found["settings"]["test_episodes"] == 600
     counts = {curve[-1][0] for method in found["methods"].values() for curve in method["curves"]}
     assert counts == {found["settings"]["iterations"]}  # the same budget for all
-
-
-def test_the_readme_has_the_validation_of_runs_under_way(example: ModuleType) -> None:
-    for path in (ROOT / "examples" / "results").glob("under_way_few_shot_*.json"):
-        found = json.loads(path.read_text())
-        ends = [found["curves"][name][-1] for name in example.METHODS]
-        assert {end[0] for end in ends} == {found["iterations"]}
-        row = " | ".join(f"{100 * end[2]:.1f}" for end in ends)
-        assert f"| validation accuracy, % | {row} |" in (ROOT / "examples" / "README.md").read_text("utf-8")
