@@ -57,9 +57,7 @@ def test_tasks(tmp_path: Path) -> None:
 
 def test_adjoints(tmp_path: Path) -> None:
     found = smoke("adjoints", tmp_path, "--no-memory")
-    assert all(
-        e["relative_error"] < 1e-3 for e in found["entries"] if not e["name"].startswith("FirstOrder")
-    )
+    assert all(e["relative_error"] < 1e-3 for e in found["entries"] if not e["name"].startswith("FirstOrder"))
 
 
 def test_scale(tmp_path: Path) -> None:
