@@ -519,7 +519,7 @@ class Wavering(_replay.CompiledStep):
         new = state * hyper[0] + self.drift * (self.calls > 4)
         return new, [new.detach()]
 
-    def pull(self, state: Any, hyper: Any, unit: Any, cotangents: Any) -> Any:
+    def pull(self, state: Any, hyper: Any, unit: Any, cotangents: Any, saved: Any = None) -> Any:
         return [cotangents[0] * hyper[0].detach(), (cotangents[0] * state).sum()]
 
     def push(self, state: Any, hyper: Any, unit: Any, flows: Any) -> Any:
