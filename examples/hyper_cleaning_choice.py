@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 RATES = [{"lower_lr": lower, "x_lr": x} for lower, x in itertools.product((2.0, 4.0), (1.0, 2.0))]
 CONSTANTS = [{"c": c, "upper_lr": rate} for c, rate in itertools.product((10.0, 20.0, 40.0), (2.0, 4.0))]
+START = {"lower_lr": 2.0, "x_lr": 2.0}  # not the rates of METHODS: those are what was chosen here
 STAGES = {"RHG": [RATES], "T-RHG": [RATES], "BDA": [CONSTANTS, RATES], "RHG+val": [RATES]}
 
 
@@ -51,7 +52,7 @@ def measure(method: Method, data: Data, held: Part, checkpoint: Checkpoint, args
 
 def choose(name: str, splits: Sequence[tuple[int, Data, Part]], args: Any, bar: Any) -> tuple[Method, list[Any]]:
     """Run all candidates, stage by stage, and return the best with the whole list."""
-    best, scores, tried = METHODS[name], {}, []
+    best, scores, tried = METHODS[name]._replace(**START), {}, []
     for stage in STAGES[name]:
         for method in [best._replace(**change) for change in stage]:
             if method in scores:
@@ -93,6 +94,8 @@ def main() -> None:
     if parser.parse_known_args()[0].smoke:
         parser.set_defaults(steps=2, iterations=1)
     args = parser.parse_args()
+    if min(args.steps, args.iterations) < 1:
+        parser.error("--steps and --iterations must be at least 1")
     dataset = "mnist" if args.data else "digits"
     whole = example.load(dataset, args.data)
     splits = []
