@@ -2,16 +2,16 @@
 
 from importlib import metadata as _metadata
 
-from . import _prox as prox
-from ._adjoint import Checkpointed, FirstOrder, ForwardMode, Truncated, Unroll
-from ._guard import Guarded
+from . import prox
+from ._adjoints.guarded import Guarded
+from ._adjoints.unroll import Checkpointed, FirstOrder, ForwardMode, Truncated, Unroll
+from ._functional_module import FunctionalModule
+from ._hypergradient import Hypergradient, hypergradient, lower_point, rollout
 from ._innerloop import DiffOptimizer, innerloop_ctx
-from ._module import FunctionalModule
 from ._optimizer import BDAInnerOptimizer
-from ._rollout import Hypergradient, hypergradient, lower_point, rollout
-from ._rules import FISTA
-from ._schedules import constant, geometric, harmonic, polynomial, theory
-from ._trace import Trace
+from ._rollout.losses import Trace
+from ._step.rules.base import FISTA
+from ._step.schedules import constant, geometric, harmonic, polynomial, theory
 
 try:
     __version__ = _metadata.version("bda_optim")

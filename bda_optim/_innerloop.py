@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._aggregation import is_zero, weight
-from ._ambient import refuse_reentrant, sequence_number
-from ._divergence import check_choice
-from ._functional import Skeleton
-from ._graph import refuse_once_differentiable
-from ._module import FunctionalModule
+from ._context.environment import refuse_reentrant, sequence_number
+from ._functional_module import FunctionalModule
+from ._modules.skeleton import Skeleton
 from ._optimizer import BDAInnerOptimizer, from_torch, refuse_extrapolation
-from ._plan import check_ambient, check_count, in_master
-from ._prox import NO_HYPER
-from ._settings import check_group
-from ._step import Group, Update, gradients, no_gradients
-from ._trace import check_finite
-from ._tree import Template, detach
-from ._types import InnerState, Record
+from ._rollout.divergence import check_choice
+from ._rollout.items import check_ambient, check_count, in_master
+from ._rollout.losses import check_finite
+from ._step.aggregation import is_zero, weight
+from ._step.settings import check_group
+from ._step.step import Group, Update, gradients, no_gradients
+from ._support.autograd_graph import refuse_once_differentiable
+from ._support.tree import Template, detach
+from ._support.types import InnerState, Record
+from .prox import NO_HYPER
 
 Override = Mapping[str, Any]
 GradCallback = Callable[[list[Tensor | None]], Sequence[Tensor | None]]

@@ -9,21 +9,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._adjoint import Adjoint, Unroll
-from ._aggregation import is_zero, weight
-from ._divergence import check_choice
-from ._functional import Skeleton, module_slot
-from ._module import FunctionalModule
-from ._objective import Loss, ModuleObjective, OverTasks
-from ._plan import check_ambient, in_chunks, in_master
-from ._prox import NO_HYPER
-from ._rollout import Problem, expand, join
-from ._rules import resolve
-from ._schedules import from_plain, to_plain
-from ._settings import check_group, complete
-from ._step import Group, Update, gradients, no_gradients
-from ._tree import Slots, Template, detach, is_differentiable, map_tensors, tensors
-from ._types import InnerState
+from ._adjoints.unroll import Adjoint, Unroll
+from ._functional_module import FunctionalModule
+from ._hypergradient import Problem, expand, join
+from ._modules.skeleton import Skeleton, module_slot
+from ._rollout.divergence import check_choice
+from ._rollout.items import check_ambient, in_chunks, in_master
+from ._step.aggregation import is_zero, weight
+from ._step.objective import Loss, ModuleObjective, OverTasks
+from ._step.rules.base import resolve
+from ._step.schedules import from_plain, to_plain
+from ._step.settings import check_group, complete
+from ._step.step import Group, Update, gradients, no_gradients
+from ._support.tree import Slots, Template, detach, is_differentiable, map_tensors, tensors
+from ._support.types import InnerState
+from .prox import NO_HYPER
 
 
 class BDAInnerOptimizer(Optimizer):

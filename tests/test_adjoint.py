@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import bda_optim as bda
-from bda_optim._segments import reevaluations, segments, split
+from bda_optim._adjoints.revolve import reevaluations, segments, split
 
 EXACT = [
     bda.Unroll(),

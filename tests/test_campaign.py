@@ -8,7 +8,8 @@ import pytest
 import torch
 from campaign import awkward, layers, matrix, registry
 
-from bda_optim import _ambient, _functional
+from bda_optim._context import environment
+from bda_optim._modules import skeleton
 
 
 @pytest.mark.parametrize("name", registry.PARTS)
@@ -42,8 +43,8 @@ def test_the_matrix_notices_a_fault(name: str, says: str, monkeypatch: pytest.Mo
     """Without the package's own care torch is wrong in silence, or raises; a plain layer is right all the same."""
     torch.set_default_dtype(torch.float64)
     assert matrix.judge(layers.CASES[name]).failure == ""
-    monkeypatch.setattr(_functional, "recompose", lambda twin: None)
-    idle = ((lambda: True, lambda on: None),) * len(_ambient._ATTENTION)
-    monkeypatch.setattr(_ambient, "_ATTENTION", idle)
+    monkeypatch.setattr(skeleton, "recompose", lambda twin: None)
+    idle = ((lambda: True, lambda on: None),) * len(environment._ATTENTION)
+    monkeypatch.setattr(environment, "_ATTENTION", idle)
     failure = matrix.judge(layers.CASES[name]).failure
     assert says in failure and bool(says) == bool(failure)

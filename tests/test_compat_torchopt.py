@@ -17,7 +17,7 @@ from torch import Tensor, nn, optim
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bda_optim as bda
-from bda_optim._rules import Transformation, resolve
+from bda_optim._step.rules.base import Transformation, resolve
 
 torchopt = pytest.importorskip("torchopt")
 

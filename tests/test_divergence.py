@@ -14,7 +14,7 @@ from problems import double
 from torch import Tensor, nn, optim
 
 import bda_optim as bda
-from bda_optim import _replay
+from bda_optim._adjoints.replay import CompiledStep
 
 EXACT = [
     bda.Unroll(),
@@ -505,7 +505,7 @@ def test_a_context_of_the_users_own_that_is_left_before_the_backward_pass_is_not
         torch.autograd.grad(y.sum(), x)
 
 
-class Wavering(_replay.CompiledStep):
+class Wavering(CompiledStep):
     """Stands for a compiled program whose calls number 4 and later give something else."""
 
     def __init__(self, drift: float) -> None:

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bda_optim as bda
-from bda_optim import _engine, _engines, _partition, _products, _program
+from bda_optim._compiled import cache, matmul, partition, program
+from bda_optim._compiled import step as compiled_step
 
 EXACT = [
     bda.Unroll(),
@@ -29,15 +30,15 @@ EXACT = [
 
 @pytest.fixture(autouse=True)
 def _fresh_engines() -> Iterator[None]:
-    _engines._engines.clear()
+    cache._engines.clear()
     yield
-    _engines._engines.clear()
+    cache._engines.clear()
 
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Run traced graphs without compiling them; the list counts how many were built."""
-    monkeypatch.setattr(_engine, "_MOST_STEPS", 2)  # tracing takes as long as there are steps in a call
+    monkeypatch.setattr(compiled_step, "_MOST_STEPS", 2)  # tracing takes as long as there are steps in a call
     built: list[int] = []
 
     def compile(graph: Any, inputs: Any, options: Any) -> Any:
@@ -158,7 +159,7 @@ def test_random_steps_draw_the_same_numbers_again(make: Any, traced: list[int]) 
     shape, adjoint = ((4,), bda.Checkpointed(every=2)) if make is dropout else ((5, 8), bda.Unroll())
     want = module_problem(make, shape, adjoint=adjoint)
     close(module_problem(make, shape, adjoint=adjoint, compile=True), want)
-    _engines._engines.clear()
+    cache._engines.clear()
     with pytest.warns(UserWarning, match="draws random numbers"):
         close(module_problem(make, shape, adjoint=adjoint, compile="mixed"), want)
 
@@ -271,9 +272,9 @@ def test_wrong_numbers_are_noticed(traced: list[int], monkeypatch: pytest.Monkey
 
 def test_agreement_is_relative_to_each_tensor_and_forgives_noise() -> None:
     big, tiny = torch.ones(3, dtype=torch.float64), torch.full((3,), 1e-17, dtype=torch.float64)
-    assert _program.agree([big, -tiny], [big, tiny])
-    assert not _program.agree([big * (1 + 1e-6)], [big])
-    assert not _program.agree([torch.full((3,), torch.nan)], [torch.ones(3)])
+    assert program.agree([big, -tiny], [big, tiny])
+    assert not program.agree([big * (1 + 1e-6)], [big])
+    assert not program.agree([torch.full((3,), torch.nan)], [torch.ones(3)])
 
 
 def test_many_layouts_end_in_uncompiled_steps(traced: list[int]) -> None:
@@ -387,11 +388,11 @@ def test_engines_go_with_their_loss(traced: list[int]) -> None:
         exec("def lower(y, x, b):\n    return ((y - x) ** 2).sum()", scope)
         args = (scope["lower"], upper_ce, torch.zeros(2, dtype=torch.float64), torch.ones((), dtype=torch.float64))
         bda.hypergradient(*args, steps=3, lr=0.1, compile=True)
-        return weakref.ref(next(iter(_engines._engines[scope["lower"].__code__].values())))
+        return weakref.ref(next(iter(cache._engines[scope["lower"].__code__].values())))
 
     engine = problem()
     gc.collect()
-    assert engine() is None and not len(_engines._engines)
+    assert engine() is None and not len(cache._engines)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -411,7 +412,7 @@ def operations(graph: Any) -> list[str]:
 
 
 def traced_joint(function: Callable[..., list[Any]], inputs: list[Tensor]) -> Any:
-    graph, _ = _program.trace(function, inputs)
+    graph, _ = program.trace(function, inputs)
     return graph
 
 
@@ -428,7 +429,7 @@ def test_the_second_part_repeats_no_product() -> None:
             return [new.detach(), *torch.autograd.grad(new, w, v)]
 
     whole = traced_joint(joint, [x, w, v])
-    ahead, back, count = _partition.partition(whole, 1, [2])
+    ahead, back, count = partition.partition(whole, 1, [2])
     new, *saved = ahead(x, w)
     assert len(saved) == count > 0
     torch.testing.assert_close([new, *back(x, w, *saved, v)], joint(x, w, v))
@@ -439,15 +440,15 @@ def test_the_second_part_repeats_no_product() -> None:
 
 def test_operations_that_change_their_arguments_are_not_divided() -> None:
     graph = traced_joint(lambda x, v: [x.clone().mul_(2), x * v], [torch.ones(3), torch.ones(3)])
-    assert _partition.partition(graph, 1, [1]) is None
+    assert partition.partition(graph, 1, [1]) is None
 
 
 def test_compiled_steps_save_their_work(traced: list[int]) -> None:
     """Unroll and Checkpointed evaluate no loss in the backward pass of a step again."""
     for adjoint in (bda.Unroll(), bda.Checkpointed(every=2)):
-        _engines._engines.clear()
+        cache._engines.clear()
         counterexample(compile=True, adjoint=adjoint)
-        (engine,) = next(iter(_engines._engines.values())).values()
+        (engine,) = next(iter(cache._engines.values())).values()
         assert engine.pairs and all(pair is not None for pair in engine.pairs.values())
         assert not any(key[0] == "pull" for key in engine.programs)
 
@@ -456,14 +457,14 @@ def test_narrow_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """X W^T is handed to oneDNN where a measurement says so, with and without a bias; the numbers stay."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("torch has no oneDNN here")
-    assert _products._is_faster(100, 20, 3, 1) in (True, False)  # really measured, once
+    assert matmul._is_faster(100, 20, 3, 1) in (True, False)  # really measured, once
     torch.manual_seed(0)
     x, w, b = torch.randn(1000, 250), torch.randn(10, 250), torch.randn(10)
     for faster in (True, False):
-        monkeypatch.setattr(_products, "_is_faster", lambda *shape, faster=faster: faster)
+        monkeypatch.setattr(matmul, "_is_faster", lambda *shape, faster=faster: faster)
         graph = traced_joint(lambda x, w, b: [F.linear(x, w, b), x @ w.t(), w @ x.t(), x[:3] @ w.t()], [x, w, b])
         want = graph(x, w, b)
-        _products.narrow(graph)
+        matmul.narrow(graph)
         graph.recompile()
         assert operations(graph).count("narrow_product") == 2 * faster
         torch.testing.assert_close(graph(x, w, b), want, rtol=1e-4, atol=1e-4)
@@ -533,7 +534,7 @@ def test_saved_tensors_go_with_the_backward_pass(traced: list[int]) -> None:
 def test_products_may_follow_each_other() -> None:
     a, b = torch.rand(3, 2, 2), torch.rand(3, 2, 2)
     graph = traced_joint(lambda a, b: [torch.bmm(torch.bmm(a, b), b)], [a, b])
-    _products.spell_out(graph)
+    matmul.spell_out(graph)
     graph.recompile()
     assert "bmm" not in operations(graph)
     torch.testing.assert_close(graph(a, b), [a @ b @ b])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import bda_optim as bda
-from bda_optim._types import Move
+from bda_optim._support.types import Move
 
 K = 4
 TIGHT = {"rtol": 1e-10, "atol": 1e-13}

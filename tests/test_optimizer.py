@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler, swa_utils
 
 import bda_optim as bda
-from bda_optim._types import Move
+from bda_optim._support.types import Move
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 

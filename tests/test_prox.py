@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
-from bda_optim import _prox as prox
+from bda_optim import prox
 
 with warnings.catch_warnings():  # torch's forward mode scripts its decompositions, with a warning, at its first use
     warnings.simplefilter("ignore")

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import bda_optim as bda
-from bda_optim._shelf import Ledger, Shelf
-from bda_optim._types import Record
+from bda_optim._adjoints.storage import Ledger, Shelf
+from bda_optim._support.types import Record
 
 EXACT = [bda.Unroll(), bda.Checkpointed(), bda.Checkpointed(slots=2), bda.ForwardMode()]
 exact = pytest.mark.parametrize("adjoint", EXACT, ids=str)

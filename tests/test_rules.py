@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, optim
 from torch.autograd import forward_ad
 
-from bda_optim._rules import _REFUSED, _RULES, FISTA, SGD, Adam, ParameterRule, _root, resolve
-from bda_optim._types import Move, Rule
+from bda_optim._step.rules.base import _REFUSED, _RULES, FISTA, SGD, Adam, ParameterRule, _root, resolve
+from bda_optim._support.types import Move, Rule
 
 SWITCHES = {"foreach", "fused", "capturable", "differentiable"}
 RENAMED = {"alpha": "rule_alpha"}

@@ -15,8 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from bda_optim import _schedules as schedules
-from bda_optim._schedules import EPS, Schedule, constant, from_plain, geometric, harmonic, polynomial, theory, to_plain
+from bda_optim._step import schedules
+from bda_optim._step.schedules import (
+    EPS,
+    Schedule,
+    constant,
+    from_plain,
+    geometric,
+    harmonic,
+    polynomial,
+    theory,
+    to_plain,
+)
 
 TOP = 1 - 1e-6
 

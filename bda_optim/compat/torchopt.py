@@ -27,12 +27,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bda_optim._aggregation import aggregate, is_zero, weight
-from bda_optim._prox import NO_HYPER
-from bda_optim._rules import resolve
-from bda_optim._settings import check_group, complete
-from bda_optim._step import gradients
-from bda_optim._types import Move, Rule
+from bda_optim._step.aggregation import aggregate, is_zero, weight
+from bda_optim._step.rules.base import resolve
+from bda_optim._step.settings import check_group, complete
+from bda_optim._step.step import gradients
+from bda_optim._support.types import Move, Rule
+from bda_optim.prox import NO_HYPER
 
 try:
     import torchopt

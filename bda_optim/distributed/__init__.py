@@ -5,9 +5,9 @@ upper variables per upper iteration, however long the loops are. Where no proces
 without `torchrun`), everything here works on the one process and communicates nothing.
 """
 
-from ._average import Averager, average
+from ._averager import Averager, average
 from ._checkpoint import load, save
-from ._parallel import DataParallel
+from ._data_parallel import DataParallel
 from ._ranks import shard
 
 __all__ = ["Averager", "DataParallel", "average", "load", "save", "shard"]

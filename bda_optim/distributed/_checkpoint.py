@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._tree import map_tensors
+from .._support.tree import map_tensors
 from ._ranks import place
 
 _PART = ".part"

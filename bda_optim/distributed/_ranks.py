@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._tree import map_tensors, tensors
+from .._support.tree import map_tensors, tensors
 
 MIB = 2**20
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (an edit is a row of a table)
 """The list of mutants: what is put in the place of what, and the tests that notice."""
 
 from __future__ import annotations
@@ -16,209 +17,209 @@ class Edit(NamedTuple):
 
 EDITS: dict[str, Edit] = {
     # The step.
-    "both weights are alpha": Edit("_aggregation.py", "(1 - alpha) * lower", "alpha * lower"),
+    "both weights are alpha": Edit("_step/aggregation.py", "(1 - alpha) * lower", "alpha * lower"),
     "upper direction with the wrong sign": Edit(
-        "_aggregation.py", "upper = alpha * upper_lr * upper_grad", "upper = -alpha * upper_lr * upper_grad"
+        "_step/aggregation.py", "upper = alpha * upper_lr * upper_grad", "upper = -alpha * upper_lr * upper_grad"
     ),
-    "ascent instead of descent": Edit("_aggregation.py", "else y - total", "else y + total"),
-    "plain step with the wrong sign": Edit("_aggregation.py", "alpha=-move.scale", "alpha=move.scale"),
-    "alpha off by one": Edit("_aggregation.py", "alpha(k) if callable", "alpha(k + 1) if callable"),
+    "ascent instead of descent": Edit("_step/aggregation.py", "else y - total", "else y + total"),
+    "plain step with the wrong sign": Edit("_step/aggregation.py", "alpha=-move.scale", "alpha=move.scale"),
+    "alpha off by one": Edit("_step/aggregation.py", "alpha(k) if callable", "alpha(k + 1) if callable"),
     "prox forgotten where alpha is 0": Edit(
-        "_aggregation.py", "return moved if prox is None else prox(moved)", "return moved"
+        "_step/aggregation.py", "return moved if prox is None else prox(moved)", "return moved"
     ),
     "prox forgotten where alpha is not 0": Edit(
-        "_aggregation.py", "lower: Tensor | None = y - prox(y if move", "lower: Tensor | None = y - (y if move"
+        "_step/aggregation.py", "lower: Tensor | None = y - prox(y if move", "lower: Tensor | None = y - (y if move"
     ),
-    "displacement without its rate": Edit("_types.py", "return self.scale * self.direction", "return self.direction"),
+    "displacement without its rate": Edit("_support/types.py", "return self.scale * self.direction", "return self.direction"),
     "upper_lr ignored": Edit(
-        "_step.py", 'chosen["lr"] if chosen["upper_lr"] is None else chosen["upper_lr"]', 'chosen["lr"]'
+        "_step/step.py", 'chosen["lr"] if chosen["upper_lr"] is None else chosen["upper_lr"]', 'chosen["lr"]'
     ),
     "lower gradient detached": Edit(
-        "_step.py",
+        "_step/step.py",
         'gradients(f, points, "lower", item.k, create_graph=graph',
         'gradients(f, points, "lower", item.k, create_graph=False',
     ),
     "upper gradient detached": Edit(
-        "_step.py",
+        "_step/step.py",
         'gradients(big_f, points, "upper", item.k, create_graph=graph',
         'gradients(big_f, points, "upper", item.k, create_graph=False',
     ),
     "the two gradients exchanged": Edit(
-        "_step.py", "self.update(state, lower, upper, settings", "self.update(state, upper, lower, settings"
+        "_step/step.py", "self.update(state, lower, upper, settings", "self.update(state, upper, lower, settings"
     ),
     "first order differentiates twice": Edit(
-        "_step.py", "torch.is_grad_enabled() and not self.constant_gradients", "torch.is_grad_enabled()"
+        "_step/step.py", "torch.is_grad_enabled() and not self.constant_gradients", "torch.is_grad_enabled()"
     ),
     "iterate detached": Edit(
-        "_step.py",
+        "_step/step.py",
         "old = [state.params[i] for i in group.members]",
         "old = [state.params[i].detach() for i in group.members]",
     ),
     "buffers of a step dropped": Edit(
-        "_step.py",
+        "_step/step.py",
         "state = InnerState(state.params, state.rule, buffers)",
         "pass",
         "tests/test_modules.py -k keeps_the_lower",
     ),
     "validation leaks into the statistics": Edit(
-        "_step.py",
+        "_step/step.py",
         "return f, self.objective(self.upper, points, buffers, hyper, batch)[0], kept",
         "return f, *self.objective(self.upper, points, kept, hyper, batch)",
         "tests/test_modules.py -k keeps_the_lower",
     ),
     "a loss that is once differentiable passes": Edit(
-        "_step.py", "refuse_once_differentiable([loss])", "pass", "tests/test_modules.py -k once_differentiable"
+        "_step/step.py", "refuse_once_differentiable([loss])", "pass", "tests/test_modules.py -k once_differentiable"
     ),
     # Adjoints.
-    "truncation restarts k": Edit("_adjoint.py", "hyper, items[cut:])", "hyper, items[: len(items) - cut])"),
+    "truncation restarts k": Edit("_adjoints/unroll.py", "hyper, items[cut:])", "hyper, items[: len(items) - cut])"),
     "truncation one step too short": Edit(
-        "_adjoint.py", "cut = len(items) - self.last", "cut = len(items) - self.last + 1"
+        "_adjoints/unroll.py", "cut = len(items) - self.last", "cut = len(items) - self.last + 1"
     ),
     "truncation keeps the graph before the cut": Edit(
-        "_adjoint.py",
+        "_adjoints/unroll.py",
         "        with torch.no_grad():\n            state, first = Unroll()",
         "        with torch.enable_grad():\n            state, first = Unroll()",
         "tests/test_adjoint.py -k keep_no_graph",
     ),
-    "first order is unrolling": Edit("_adjoint.py", "Unroll()(step.first_order(), state", "Unroll()(step, state"),
+    "first order is unrolling": Edit("_adjoints/unroll.py", "Unroll()(step.first_order(), state", "Unroll()(step, state"),
     "partial derivatives overwrite each other": Edit(
-        "_replay.py", "grad if known is None else known + grad", "grad"
+        "_adjoints/replay.py", "grad if known is None else known + grad", "grad"
     ),
     "a step replayed with stale parameters": Edit(
-        "_replay.py", "fresh(tensors(self._shelf.get(source.kept)))", "fresh(tensors(self._state))"
+        "_adjoints/replay.py", "fresh(tensors(self._shelf.get(source.kept)))", "fresh(tensors(self._state))"
     ),
     "a replay draws other random numbers": Edit(
-        "_replay.py",
+        "_adjoints/replay.py",
         "        self._ambient.set_rng(source.rng)\n        ledger",
         "        ledger",
         "tests/test_adjoint.py -k dropout",
     ),
     "a replay is not compared": Edit(
-        "_ambient.py", "eps ** 0.5", "eps ** -9", "tests/test_adjoint.py -k goes_another_way"
+        "_context/environment.py", "eps ** 0.5", "eps ** -9", "tests/test_adjoint.py -k goes_another_way"
     ),
     "a change in place passes": Edit(
-        "_replay.py",
+        "_adjoints/replay.py",
         "raise RuntimeError(changed_in_place(name, tensor))",
         "pass",
         "tests/test_rollout.py -k change_in_place",
     ),
     "a captured tensor passes": Edit(
-        "_replay.py", "if id(leaf) not in known:", "if False:", "tests/test_rollout.py -k captured"
+        "_adjoints/replay.py", "if id(leaf) not in known:", "if False:", "tests/test_rollout.py -k captured"
     ),
     "total derivative instead of the partial one": Edit(
-        "_replay.py", "t.view_as(t) if t.requires_grad else t", "t", "tests/test_adjoint.py -k depend_on_each_other"
+        "_adjoints/replay.py", "t.view_as(t) if t.requires_grad else t", "t", "tests/test_adjoint.py -k depend_on_each_other"
     ),
     "states stored at the wrong places": Edit(
-        "_segments.py", "return min(most, steps - ", "return max(1, steps - ", "tests/test_adjoint.py -k optimal"
+        "_adjoints/revolve.py", "return min(most, steps - ", "return max(1, steps - ", "tests/test_adjoint.py -k optimal"
     ),
-    "tangents of all inputs in one row": Edit("_tangent.py", "offset += count", "offset += 0"),
+    "tangents of all inputs in one row": Edit("_adjoints/forward_mode.py", "offset += count", "offset += 0"),
     "complex tangents lose their imaginary part": Edit(
-        "_tangent.py",
+        "_adjoints/forward_mode.py",
         "_real(flow).reshape(len(flow), -1) @ _real(cotangent).reshape(-1)",
         "(flow.reshape(len(flow), -1) @ cotangent.reshape(-1)).real",
         "tests/test_adjoint.py -k complex",
     ),
     "mixed mode forgets a loss": Edit(
-        "_mixed.py", "bent = add(bent, by_points)", "bent = by_points", "tests/test_engine.py -k test_modules"
+        "_compiled/mixed_mode.py", "bent = add(bent, by_points)", "bent = by_points", "tests/test_engine.py -k test_modules"
     ),
     "wrong compiled numbers pass": Edit(
-        "_program.py", "            return False\n", "            pass\n", "tests/test_engine.py -k wrong_numbers"
+        "_compiled/program.py", "            return False\n", "            pass\n", "tests/test_engine.py -k wrong_numbers"
     ),
     # Rules.
     "first momentum buffer detached, as torch does": Edit(
-        "_rules.py", '{**state, "momentum_buffer": buffer}', '{**state, "momentum_buffer": buffer.detach()}'
+        "_step/rules/base.py", '{**state, "momentum_buffer": buffer}', '{**state, "momentum_buffer": buffer.detach()}'
     ),
     "nesterov ignored": Edit(
-        "_rules.py", 's["momentum"]) if s["nesterov"] else buffer', 's["momentum"]) if False else buffer'
+        "_step/rules/base.py", 's["momentum"]) if s["nesterov"] else buffer', 's["momentum"]) if False else buffer'
     ),
-    "dampening ignored": Edit("_rules.py", 'weight = 1 - s["dampening"]', "weight = 1.0"),
+    "dampening ignored": Edit("_step/rules/base.py", 'weight = 1 - s["dampening"]', "weight = 1.0"),
     "maximize ignored": Edit(
-        "_rules.py", 'grad = -grad if s["maximize"] else grad\n    coupled', "grad = grad\n    coupled"
+        "_step/rules/base.py", 'grad = -grad if s["maximize"] else grad\n    coupled', "grad = grad\n    coupled"
     ),
     "weight decay with the wrong sign": Edit(
-        "_rules.py", 'return _add(grad, at, s["weight_decay"])', 'return _add(grad, at, -s["weight_decay"])'
+        "_step/rules/base.py", 'return _add(grad, at, s["weight_decay"])', 'return _add(grad, at, -s["weight_decay"])'
     ),
     "Adam's bias correction off by one": Edit(
-        "_rules.py",
+        "_step/rules/base.py",
         '_power(beta, new["step"]) for beta in s["betas"])\n        direction',
         '_power(beta, new["step"] + 1) for beta in s["betas"])\n        direction',
     ),
-    "Adam's eps where higher has it": Edit("_rules.py", 'c1 * s["eps"]', 's["eps"]'),
+    "Adam's eps where higher has it": Edit("_step/rules/base.py", 'c1 * s["eps"]', 's["eps"]'),
     "amsgrad forgets": Edit(
-        "_rules.py", 'torch.maximum(state["max_exp_avg_sq"], square)', "square", "tests/test_rules.py -k amsgrad"
+        "_step/rules/base.py", 'torch.maximum(state["max_exp_avg_sq"], square)', "square", "tests/test_rules.py -k amsgrad"
     ),
-    "AdamW is Adam": Edit("_rules.py", '"decoupled_weight_decay": True}', '"decoupled_weight_decay": False}'),
+    "AdamW is Adam": Edit("_step/rules/base.py", '"decoupled_weight_decay": True}', '"decoupled_weight_decay": False}'),
     "roots with an infinite slope at 0": Edit(
-        "_rules.py", "zero = x <= 0", "zero = x < 0", "tests/test_rules.py -k vanish"
+        "_step/rules/base.py", "zero = x <= 0", "zero = x < 0", "tests/test_rules.py -k vanish"
     ),
-    "centred variance is not": Edit("_rules.py", "mean, mean, value=-1", "mean, mean, value=0"),
-    "Adagrad's decay one step early": Edit("_rules.py", '1 + step * s["lr_decay"]', '1 + (step + 1) * s["lr_decay"]'),
-    "Adamax without its eps": Edit("_rules.py", 'grad.abs() + s["eps"]', "grad.abs()"),
-    "NAdam's product does not grow": Edit("_rules.py", 'state["mu_product"] * mu', "mu"),
-    "RAdam never rectifies": Edit("_rules.py", "settled = length > 5", "settled = length > 500"),
+    "centred variance is not": Edit("_step/rules/base.py", "mean, mean, value=-1", "mean, mean, value=0"),
+    "Adagrad's decay one step early": Edit("_step/rules/base.py", '1 + step * s["lr_decay"]', '1 + (step + 1) * s["lr_decay"]'),
+    "Adamax without its eps": Edit("_step/rules/base.py", 'grad.abs() + s["eps"]', "grad.abs()"),
+    "NAdam's product does not grow": Edit("_step/rules/base.py", 'state["mu_product"] * mu', "mu"),
+    "RAdam never rectifies": Edit("_step/rules/base.py", "settled = length > 5", "settled = length > 500"),
     "Adadelta remembers gradients": Edit(
-        "_rules.py", '_mean_square(state["acc_delta"], delta', '_mean_square(state["acc_delta"], grad'
+        "_step/rules/base.py", '_mean_square(state["acc_delta"], delta', '_mean_square(state["acc_delta"], grad'
     ),
-    "ASGD's rate stays": Edit("_rules.py", '"eta": eta_next', '"eta": eta'),
-    "Rprop grows at a turn": Edit("_rules.py", "masked_fill(turned, shrink)", "masked_fill(turned, grow)"),
+    "ASGD's rate stays": Edit("_step/rules/base.py", '"eta": eta_next', '"eta": eta'),
+    "Rprop grows at a turn": Edit("_step/rules/base.py", "masked_fill(turned, shrink)", "masked_fill(turned, grow)"),
     "FISTA extrapolates from the first step on": Edit(
-        "_rules.py", "_pick(before > 1, before - 1, 0.0) / now", "_pick(before > 0, before, 0.5) / now"
+        "_step/rules/base.py", "_pick(before > 1, before - 1, 0.0) / now", "_pick(before > 0, before, 0.5) / now"
     ),
     "Adafactor does not clip": Edit(
-        "_rules.py", 'clamp(min=1.0))\n        if _is_on', 'clamp(min=0.5))\n        if _is_on'
+        "_step/rules/base.py", 'clamp(min=1.0))\n        if _is_on', 'clamp(min=0.5))\n        if _is_on'
     ),
     "a mean over no elements": Edit(
-        "_rules.py", "if grad is None or param.numel() == 0:", "if grad is None:",
+        "_step/rules/base.py", "if grad is None or param.numel() == 0:", "if grad is None:",
         "tests/test_rules.py -k without_elements"
     ),
     # Proximal maps and schedules.
-    "soft threshold grows": Edit("_prox.py", "0.0, y - threshold * y.sign()", "0.0, y + threshold * y.sign()"),
-    "elastic net without its shrinkage": Edit("_prox.py", ".div(1 + step *", ".div(1 + 0 * step *"),
-    "group lasso without its norms": Edit("_prox.py", "y * (1 - threshold / torch", "y * (1 - 0 * threshold / torch"),
-    "radius of a ball is a constant": Edit("_prox.py", "y * (radius / torch", "y * (radius.detach() / torch"),
-    "water level is a constant": Edit("_prox.py", "level = (torch.where(active, v, 0.0).sum() - total) / count",
+    "soft threshold grows": Edit("prox.py", "0.0, y - threshold * y.sign()", "0.0, y + threshold * y.sign()"),
+    "elastic net without its shrinkage": Edit("prox.py", ".div(1 + step *", ".div(1 + 0 * step *"),
+    "group lasso without its norms": Edit("prox.py", "y * (1 - threshold / torch", "y * (1 - 0 * threshold / torch"),
+    "radius of a ball is a constant": Edit("prox.py", "y * (radius / torch", "y * (radius.detach() / torch"),
+    "water level is a constant": Edit("prox.py", "level = (torch.where(active, v, 0.0).sum() - total) / count",
                                       "level = ((torch.where(active, v, 0.0).sum() - total) / count).detach()"),
-    "harmonic off by one": Edit("_schedules.py", "return _scalar(self.c) / k\n", "return _scalar(self.c) / (k + 1)\n"),
-    "geometric off by one": Edit("_schedules.py", "_scalar(self.decay) ** (k - 1)", "_scalar(self.decay) ** k"),
+    "harmonic off by one": Edit("_step/schedules.py", "return _scalar(self.c) / k\n", "return _scalar(self.c) / (k + 1)\n"),
+    "geometric off by one": Edit("_step/schedules.py", "_scalar(self.decay) ** (k - 1)", "_scalar(self.decay) ** k"),
     "weights are not cut off below 1": Edit(
-        "_schedules.py", "return float(min(alpha, 1 - self._eps()))", "return float(alpha)"
+        "_step/schedules.py", "return float(min(alpha, 1 - self._eps()))", "return float(alpha)"
     ),
     # Modules, rollouts, the optimizer.
     "buffers laid without a copy": Edit(
-        "_functional.py", "place.put(value.detach().clone() if copy else value)", "place.put(value)",
+        "_modules/skeleton.py", "place.put(value.detach().clone() if copy else value)", "place.put(value)",
         "tests/test_modules.py -k keeps_the_lower",
     ),
     "weight norm as torch has it": Edit(
-        "_recompose.py", "twin._modules[name] = _Composed(child.dim)", "pass", "tests/test_functional.py -k weight_norm"
+        "_modules/second_order.py", "twin._modules[name] = _Composed(child.dim)", "pass", "tests/test_functional.py -k weight_norm"
     ),
     "moving singular vectors pass": Edit(
-        "_recompose.py", "map(_Marked.apply, inputs)", "inputs", "tests/test_modules.py -k spectral"
+        "_modules/second_order.py", "map(_Marked.apply, inputs)", "inputs", "tests/test_modules.py -k spectral"
     ),
     "sparse embeddings stay sparse": Edit(
-        "_recompose.py", 'twin.__dict__["sparse"] = False', "pass", "tests/test_modules.py -k sparse"
+        "_modules/second_order.py", 'twin.__dict__["sparse"] = False', "pass", "tests/test_modules.py -k sparse"
     ),
     "closures hold the user's module": Edit(
-        "_functional.py",
+        "_modules/skeleton.py",
         "return _rebound(value, twins, places)",
         "return value",
         "tests/test_functional.py -k closures",
     ),
     "slots are left out": Edit(
-        "_functional.py", "if hasattr(module, name):", "if False:", "tests/test_modules.py -k slots"
+        "_modules/skeleton.py", "if hasattr(module, name):", "if False:", "tests/test_modules.py -k slots"
     ),
     "fused attention": Edit(
-        "_ambient.py", "(True, False, False, False, False)", "(True, True, False, False, True)",
+        "_context/environment.py", "(True, False, False, False, False)", "(True, True, False, False, True)",
         "tests/test_modules.py -k attention",
     ),
     "once differentiable operations pass": Edit(
-        "_graph.py", "        if found:\n", "        if False:\n", "tests/test_modules.py -k without_a_second"
+        "_support/autograd_graph.py", "        if found:\n", "        if False:\n", "tests/test_modules.py -k without_a_second"
     ),
     "a tensor that is hyper and a setting counts half": Edit(
-        "_rollout.py", "for p in (a, b) if p is not None)", "for p in (a,) if p is not None)",
+        "_hypergradient.py", "for p in (a, b) if p is not None)", "for p in (a,) if p is not None)",
         "tests/test_rollout.py -k depend"
     ),
     "the start is a constant though it is hyper": Edit(
-        "_rollout.py", "given[place[id(p)]].clone() if id(p) in place else", "p.detach().clone() if id(p) in place else"
+        "_hypergradient.py", "given[place[id(p)]].clone() if id(p) in place else", "p.detach().clone() if id(p) in place else"
     ),
     "initial weights are never reached": Edit(
         "_optimizer.py", "p.detach().clone() if copy_initial_weights else p.clone()", "p.detach().clone()"
@@ -233,6 +234,6 @@ EDITS: dict[str, Edit] = {
     "own loop cut one step late": Edit("_innerloop.py", "k > self._cut", "k >= self._cut"),
     "own loop counts from 2": Edit("_innerloop.py", "k, state = self.k + 1,", "k, state = self.k + 2,"),
     "divergence passes": Edit(
-        "_divergence.py", "if all_finite(records, last.params):", "if True:", "tests/test_rollout.py -k finite"
+        "_rollout/divergence.py", "if all_finite(records, last.params):", "if True:", "tests/test_rollout.py -k finite"
     ),
 }  # fmt: skip

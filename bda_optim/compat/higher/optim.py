@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bda_optim._optimizer import BDAInnerOptimizer
-from bda_optim._rules import resolve
+from bda_optim._step.rules.base import resolve
 
-from ._base import DifferentiableOptimizer, GradCallback
+from ._diffopt import DifferentiableOptimizer, GradCallback
 from ._override import Override, per_group, restored, trainable
-from ._ruled import RuleOptimizer
+from ._rule_optimizer import RuleOptimizer
 from .patch import Device, FunctionalModule
 
 __all__ = [

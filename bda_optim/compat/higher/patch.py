@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bda_optim._functional import Skeleton
+from bda_optim._modules.skeleton import Skeleton
 
-from ._weights import FastWeights, leaf
+from ._fast_weights import FastWeights, leaf
 
 __all__ = ["FunctionalModule", "buffer_sync", "make_functional", "monkeypatch"]
 

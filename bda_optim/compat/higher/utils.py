@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._weights import leaf
+from ._fast_weights import leaf
 
 __all__ = ["flatten", "get_func_params"]
 

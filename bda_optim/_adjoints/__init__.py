@@ -1,0 +1,1 @@
+"""Room 5: how the backward pass of a rollout is obtained."""

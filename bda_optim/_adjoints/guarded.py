@@ -1,0 +1,148 @@
+"""Adjoints that explode: found with their step, or clipped."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._support.tree import replace_tensors, tensors
+from .._support.types import Item, Step
+from .replay import CompiledStep
+from .unroll import Adjoint, ForwardMode, Items, Result, Unroll
+
+
+@dataclasses.dataclass(frozen=True)
+class Guarded:
+    r"""Watch the adjoints :math:`\lambda_k = dF / d(\text{state after step } k)` on their way back, or clip them.
+
+    Where a step is not a contraction, the adjoints may grow from step to step although all iterates are finite; the
+    hypergradient is then exact, and useless. With `limit` a backward pass in which the norm of an adjoint exceeds it
+    (or is not finite) raises `FloatingPointError` and names the first such step on the way back. With `clip` every
+    adjoint whose norm exceeds it is scaled down to it,
+
+    .. math:: \lambda_k \leftarrow \lambda_k \min(1, c / \lVert \lambda_k \rVert).
+
+    Not recommended without need, because a clipped hypergradient is biased, and no longer linear in the upper loss. The
+    norm is that of the whole state (with tasks: of all tasks together). Norms stay on the device; they are looked at
+    once, when the backward pass has arrived at the first step.
+
+    Args:
+        within: The adjoint to be guarded; any but `ForwardMode`, which has no way back.
+        limit: The largest norm that is no error.
+        clip: The largest norm that is passed on.
+
+    >>> import bda_optim as bda
+    >>> x = torch.tensor(1.0)
+    >>> f, F = (lambda y, x, b: -0.5 * y**2 + 1e-6 * x * y), (lambda y, x, b: y)
+    >>> bda.hypergradient(f, F, torch.tensor(0.0), x, steps=8, lr=9.0, adjoint=bda.Guarded(limit=1e6))
+    Traceback (most recent call last):
+        ...
+    FloatingPointError: the adjoints exploded: ... 1e+07 at step k=1 of 8 ...
+    """
+
+    within: Adjoint = dataclasses.field(default_factory=Unroll)
+    limit: float | None = None
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if self.limit is None and self.clip is None:
+            raise ValueError("`Guarded` needs a `limit` (an error beyond it), a `clip` (a scale down to it), or both.")
+        for name in ("limit", "clip"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and value > 0 and math.isfinite(value)):
+                raise ValueError(f"`{name}` must be a positive number; got {value!r}.")
+        inside: Any = self.within
+        while inside is not None:
+            if isinstance(inside, ForwardMode):
+                raise ValueError(
+                    "`ForwardMode` carries tangents forward and has no adjoints to guard. Use another one."
+                )
+            inside = getattr(inside, "within", None)
+
+    def __call__(self, step: Step, state: Any, hyper: tuple[Tensor, ...], items: Items) -> Result:
+        """Hand a step to `within` whose every result passes a gate."""
+        if isinstance(step, CompiledStep):
+            raise ValueError("the adjoints of compiled steps cannot be guarded; got compile=True. Use compile=False.")
+        return self.within(_GatedStep(step, _Gate(self.limit, self.clip, len(items))), state, hyper, items)
+
+
+class _Gate:
+    """What all steps of a rollout share: the bounds, and the norms of a backward pass."""
+
+    def __init__(self, limit: float | None, clip: float | None, steps: int) -> None:
+        self._limit, self._clip, self._steps = limit, clip, steps
+        self._norms: list[tuple[int, Tensor]] = []
+        self.first: int | None = None
+
+    def pass_back(self, k: int, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Note the norm of the adjoint after step k, and clip it."""
+        there = [c for c in cotangents if c is not None]
+        home = there[0].device
+        norm = torch.stack([torch.linalg.vector_norm(c).double().to(home) for c in there]).norm()
+        if self._limit is not None and not norm.is_meta:
+            if self._norms and k >= self._norms[-1][0]:
+                self._norms = []  # an earlier backward pass was broken off
+            self._norms.append((k, norm.detach()))
+            if k == self.first:
+                self._look(self._limit)
+        if self._clip is None:
+            return list(cotangents)
+        scale = self._clip / norm.clamp(min=self._clip)
+        return [None if c is None else c * scale.to(c.device, c.real.dtype) for c in cotangents]
+
+    def _look(self, limit: float) -> None:
+        noted, self._norms = self._norms, []
+        norms = torch.stack([norm for _, norm in noted]).tolist()
+        for (k, _), norm in zip(noted, norms, strict=True):
+            if not norm <= limit:
+                raise FloatingPointError(
+                    f"the adjoints exploded: their norm is {norm:.3g} at step k={k} of {self._steps} on the way back, "
+                    f"beyond limit={limit:g}; it is {norms[-1]:.3g} at k={noted[-1][0]}. Lower `lr`, differentiate "
+                    "fewer steps (`Truncated(last=...)`), or clip them (`Guarded(clip=...)`), which is biased."
+                )
+
+
+class _GatedStep:
+    """A step whose new state passes a gate on the way back."""
+
+    def __init__(self, step: Step, gate: _Gate) -> None:
+        self._step, self._gate = step, gate
+        self.names = getattr(step, "names", ())
+
+    def first_order(self) -> _GatedStep:
+        """Return the same with the gradients of both losses taken as constants."""
+        return _GatedStep(self._step.first_order(), self._gate)  # type: ignore[attr-defined]
+
+    def __call__(self, state: Any, hyper: tuple[Tensor, ...], item: Item) -> tuple[Any, Any]:
+        """Take the step; without a graph there is no gate."""
+        after, record = self._step(state, hyper, item)
+        values = tensors(after)
+        moving = [i for i, value in enumerate(values) if value.requires_grad]
+        if moving and torch.is_grad_enabled():
+            self._gate.first = item.k if self._gate.first is None else min(self._gate.first, item.k)
+            passed = _Passed.apply(self._gate, item.k, *(values[i] for i in moving))  # type: ignore[no-untyped-call]
+            for i, value in zip(moving, passed, strict=True):
+                values[i] = value
+        return replace_tensors(after, values), record
+
+
+class _Passed(torch.autograd.Function):
+    """The identity, whose cotangents pass a gate together."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: _Gate, k: int, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.gate, ctx.k = gate, k
+        ctx.set_materialize_grads(False)
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(c is None for c in cotangents):
+            return None, None, *cotangents
+        return None, None, *ctx.gate.pass_back(ctx.k, cotangents)

@@ -1,0 +1,1 @@
+"""Room 6: steps that are traced and compiled."""

@@ -1,0 +1,165 @@
+"""A function of tensors, traced and compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .._support.tree import detach, layout
+from .matmul import narrow, spell_out
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+Function = Callable[..., list[Tensor | None]]
+
+
+@dataclasses.dataclass
+class Program:
+    """A compiled graph.
+
+    Attributes:
+        call: The graph; takes and gives flat tensors.
+        constants: What it takes beside its arguments: tensors of closures, by position, or fixed ones.
+        present: Which outputs there are.
+    """
+
+    call: Callable[..., Any]
+    constants: list[int | Tensor]
+    present: list[bool]
+
+    def __call__(self, inputs: Sequence[Tensor], captured: Sequence[Tensor]) -> list[Tensor | None]:
+        """Run it; outputs that do not exist are None."""
+        extra = [captured[c].detach() if isinstance(c, int) else c for c in self.constants]
+        found = iter(self.call(*inputs, *extra))
+        return [next(found) if present else None for present in self.present]
+
+
+def trace(function: Function, inputs: Sequence[Tensor]) -> tuple[GraphModule, list[Tensor | None]]:
+    """Return a function as a graph of tensor operations, and what it gave; the random state is as before."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # with the compiler, this doubles the time of the import
+
+    result: list[Tensor | None] = []
+
+    def there(*flat: Tensor) -> list[Tensor]:
+        result[:] = function(*flat)
+        return [t for t in result if t is not None]
+
+    before = torch.get_rng_state()
+    try:
+        graph = make_fx(there)(*inputs)
+    finally:
+        torch.set_rng_state(before)
+    return graph, detach(result)
+
+
+def build(
+    function: Function, inputs: Sequence[Tensor], captured: Sequence[Tensor]
+) -> tuple[Program, list[Tensor | None]]:
+    """Trace and compile a function; return the program, and what the traced run gave.
+
+    Random numbers are drawn as uncompiled code draws them, so that both can be compared, and replayed.
+    """
+    graph, result = trace(function, inputs)
+    constants = _lift_constants(graph)
+    call = _compiled(graph, [*inputs, *constants])
+    return Program(call, _places(constants, captured), [t is not None for t in result]), result
+
+
+@dataclasses.dataclass
+class Pair:
+    """A function and its pull-back, which takes what the function saved for it."""
+
+    ahead: Program
+    back: Program
+    misses: int = 0
+    """How often in a row it could not be used, for lack of a cotangent."""
+
+    def versions(self, captured: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+        """Return the tensors of closures that both parts read, with their versions."""
+        found = [captured[c] for c in self.ahead.constants if isinstance(c, int)]
+        return [(t, 0 if t.is_inference() else t._version) for t in found]
+
+
+def build_pair(
+    function: Function, inputs: Sequence[Tensor], tangents: Sequence[Tensor], first: int, captured: Sequence[Tensor]
+) -> Pair | None:
+    """Trace a function whose first outputs do not depend on the tangents, its last arguments; compile it in two parts.
+
+    None if it cannot be divided, or if the parts together give something else than the whole.
+    """
+    from .partition import partition
+
+    graph, result = trace(function, [*inputs, *tangents])
+    constants = _lift_constants(graph)
+    there = [t is not None for t in result]
+    divided = partition(graph, sum(there[:first]), range(len(inputs), len(inputs) + len(tangents)))
+    if divided is None:
+        return None
+    places = _places(constants, captured)
+    *parts, count = divided
+    ahead = Program(_compiled(parts[0], [*inputs, *constants]), places, there[:first] + [True] * count)
+    found = ahead(inputs, captured)
+    saved = [t for t in found[first:] if t is not None]
+    back = Program(_compiled(parts[1], [*inputs, *saved, *tangents, *constants]), places, there[first:])
+    if not agree([*found[:first], *back([*inputs, *saved, *tangents], captured)], result):
+        return None
+    return Pair(ahead, back)
+
+
+def _compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    import torch._inductor
+
+    spell_out(graph)
+    narrow(graph)
+    graph.recompile()
+    with torch.no_grad():
+        call: Callable[..., Any] = torch._inductor.compile(graph, list(inputs), options={"fallback_random": True})
+    return call
+
+
+def _places(constants: Sequence[Tensor], captured: Sequence[Tensor]) -> list[int | Tensor]:
+    """Return the positions of constants among the tensors of closures, or themselves."""
+    return [next((i for i, t in enumerate(captured) if _is_same(t, c)), c) for c in constants]
+
+
+def agree(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> bool:
+    """Whether two results agree up to rounding, relative to the largest entry of each tensor.
+
+    A gradient that vanishes in theory (of a bias before a normalisation) consists of rounding errors of the others.
+    """
+    pairs = [(a, b) for a, b in zip(got, want, strict=True) if a is not None and b is not None and b.numel()]
+    pairs = [(a, b) for a, b in pairs if b.is_floating_point()]
+    sizes = [float(b.abs().max()) for _, b in pairs]
+    noise = max((size for size in sizes if math.isfinite(size)), default=0.0)
+    for (a, b), size in zip(pairs, sizes, strict=True):
+        eps = torch.finfo(b.dtype).eps
+        allowed = 10 * eps**0.5 * size + 100 * eps * noise
+        if not torch.allclose(a, b, rtol=0, atol=allowed if math.isfinite(allowed) else 0.0, equal_nan=True):
+            return False
+    return True
+
+
+def _lift_constants(graph: GraphModule) -> list[Tensor]:
+    """Turn the tensors that a trace found outside its arguments into arguments."""
+    last = next(node for node in reversed(graph.graph.nodes) if node.op == "placeholder")
+    found: list[Tensor] = []
+    for node in list(graph.graph.nodes):
+        if node.op == "get_attr" and isinstance(value := getattr(graph, node.target, None), Tensor):
+            with graph.graph.inserting_after(last):
+                last = graph.graph.placeholder(f"captured_{len(found)}")
+            node.replace_all_uses_with(last)
+            graph.graph.erase_node(node)
+            last.meta["val"] = value.detach()
+            found.append(value.detach())
+    graph.recompile()
+    return found
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and layout(a.detach()) == layout(b)

@@ -1,0 +1,139 @@
+"""What a traced function depended on beside its arguments, so that a trace is used again only where it still holds.
+
+`freeze` looks through functions (their code, closure, defaults and the globals they name), modules, containers and
+plain objects. Numbers, strings and flags are compared by value, tensors by shape, type and place: the tensors found are
+handed over as well, in order, and become inputs of the trace, so that a closure may hold other data at the next call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._support.tree import Frozen, layout
+
+_DEPTH = 3  # so many functions and objects are followed: a loss, a helper it calls, what that refers to
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
+
+
+class Ref:
+    """An object compared by identity, and not kept alive."""
+
+    def __init__(self, value: Any) -> None:
+        """Refer weakly where the type allows it."""
+        self._get: Callable[[], Any] = lambda: value
+        with contextlib.suppress(TypeError):
+            self._get = weakref.ref(value)
+        self._hash = hash((type(value), id(value)))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both are alive and the same."""
+        mine = self._get()
+        return isinstance(other, Ref) and mine is not None and mine is other._get()
+
+    def __hash__(self) -> int:
+        """Return the hash of the identity."""
+        return self._hash
+
+
+def freeze(value: Any) -> tuple[Hashable, list[Tensor]]:
+    """Return something comparable that stands for `value`, and the tensors inside it, each once.
+
+    >>> limit = 3.0
+    >>> freeze(lambda x: x * limit)[0] == freeze(lambda x: x + limit)[0]
+    False
+    """
+    walker = _Walker()
+    return walker.visit(value, _DEPTH), walker.tensors
+
+
+class _Walker:
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._seen: dict[int, int] = {}
+        self._keep: list[Any] = []
+
+    def visit(self, value: Any, depth: int) -> Hashable:
+        if isinstance(value, _PLAIN):
+            return type(value).__name__, value
+        if id(value) in self._seen:
+            return "again", self._seen[id(value)]
+        self._seen[id(value)] = len(self._seen)
+        self._keep.append(value)  # an id is only good while its object lives
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            return "tensor", layout(value)
+        return self._visit_object(value, depth)
+
+    def _visit_object(self, value: Any, depth: int) -> Hashable:
+        if isinstance(value, Frozen):  # as deep as it goes: it says itself what it depends on, however it is nested
+            return type(value).__name__, self.visit(value.frozen(), _DEPTH)
+        if isinstance(value, list | tuple):  # a container is no step away: what it holds is compared, not itself
+            return type(value).__name__, tuple(self.visit(item, depth) for item in value)
+        if isinstance(value, dict):
+            return "dict", tuple((str(key), self.visit(item, depth)) for key, item in value.items())
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            return type(value).__name__, self.visit(fields, depth)
+        if depth <= 0 or isinstance(value, types.ModuleType | types.BuiltinFunctionType):
+            return Ref(value)
+        if isinstance(value, types.FunctionType):
+            return self._visit_function(value, depth - 1)
+        if isinstance(value, types.MethodType):
+            return "method", self.visit(value.__func__, depth - 1), self.visit(value.__self__, depth - 1)
+        if isinstance(value, functools.partial):
+            return "partial", self.visit((value.func, value.args, value.keywords), depth - 1)
+        if isinstance(value, nn.Module):
+            return "module", Ref(value), tuple(_configuration(value)), self._loose(value, depth - 1)
+        if hasattr(value, "__dict__"):
+            return Ref(value), self.visit(vars(value), depth - 1)
+        return Ref(value)
+
+    def _visit_function(self, function: types.FunctionType, depth: int) -> Hashable:
+        code = function.__code__
+        if (function.__module__ or "").split(".")[0] in ("torch", "bda_optim"):
+            return Ref(function)
+        cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        names = [name for name in _names(code) if name in function.__globals__]
+        used = [function.__globals__[name] for name in names]
+        inside = (cells, used, function.__defaults__, function.__kwdefaults__)
+        return Ref(code), self.visit(inside, depth)
+
+    def _loose(self, module: nn.Module, depth: int) -> Hashable:
+        """Look at tensors that a module holds as plain attributes, which are neither parameters nor buffers."""
+        plain = {
+            f"{name}.{key}": value
+            for name, child in module.named_modules()
+            for key, value in vars(child).items()
+            if isinstance(value, Tensor)
+        }
+        return self.visit(plain, depth)
+
+
+def _configuration(module: nn.Module) -> Iterator[Hashable]:
+    """Yield the classes, flags and numbers of a module tree: what decides which operations it runs."""
+    for name, child in module.named_modules():
+        plain = ((key, value) for key, value in vars(child).items() if isinstance(value, _PLAIN))
+        yield name, type(child), tuple(plain), len(child._forward_hooks), len(child._forward_pre_hooks)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """Return the global names that a function and the functions inside it may use."""
+    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _names(const)]
+    return [*code.co_names, *inner]

@@ -1,0 +1,127 @@
+"""Steps that share a compiled call: their batches and numbers as flat tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._support.tree import Slot, flatten, tensors, unflatten
+from .._support.types import Item
+from .trace_key import freeze
+
+
+class Unit(NamedTuple):
+    """Steps that share a call: their items, one row of numbers (k, rates, weights) for each, and their form."""
+
+    items: tuple[Item, ...]
+    rows: Tensor
+    form: Form
+
+
+@dataclasses.dataclass(frozen=True)
+class _Nth:
+    """Stands for a distinct tensor of a unit's batches."""
+
+    index: int
+
+
+class Units(Sequence[Unit]):
+    """Items divided into units; a batch is read when its unit is asked for, and known units are kept."""
+
+    def __init__(self, items: Sequence[Item], table: Tensor, modes: Sequence[tuple[str, ...]]) -> None:
+        self._items, self._table, self._modes = items, table, modes
+        self._kept = getattr(items, "eager", True)  # the batches are held by their list anyway
+        self._bounds: list[tuple[int, int]] = []
+        self._known: dict[int, Unit] = {}
+        self._forms: dict[Hashable, Form] = {}
+
+    def between(self, start: int, stop: int) -> Unit:
+        """Return the unit of these steps; where they have the batches of another one, they share its form."""
+        items = tuple(self._items[i] for i in range(start, stop))
+        modes = tuple(self._modes[start:stop])
+        if not self._kept:
+            return Unit(items, self._table[start:stop], Form(items, modes))
+        same = (tuple(id(item.batch) for item in items), modes)
+        if same not in self._forms:
+            self._forms[same] = Form(items, modes)
+        return Unit(items, self._table[start:stop], self._forms[same])
+
+    def divided(self, size: int) -> Units:
+        """Divide into units of `size` steps, and the rest into single ones."""
+        whole = len(self._items) - len(self._items) % size
+        starts = [*range(0, whole, size), *range(whole, len(self._items)), len(self._items)]
+        self._bounds = list(itertools.pairwise(starts))
+        return self
+
+    def __len__(self) -> int:
+        return len(self._bounds)
+
+    def __getitem__(self, index: Any) -> Any:
+        unit = self._known.get(index) or self.between(*self._bounds[index])
+        if self._kept:
+            self._known[index] = unit
+        return unit
+
+
+class Form:
+    """The batches of a unit taken apart: their distinct tensors, and a key for all the rest."""
+
+    def __init__(self, items: Sequence[Item], modes: tuple[tuple[str, ...], ...]) -> None:
+        self.tensors: list[Tensor] = []
+        self.modes = modes
+        self.number: int | None = None  # an engine's short name for the key
+        known: dict[int, _Nth] = {}
+        self._batches = []
+        for item in items:
+            leaves, spec = flatten(item.batch)
+            self._batches.append(([self._place(leaf, known) for leaf in leaves], spec))
+        shapes = [(tuple(map(_comparable, leaves)), repr(spec)) for leaves, spec in self._batches]
+        self.key = (tuple(shapes), self.modes)
+
+    def _place(self, leaf: Any, known: dict[int, _Nth]) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in known:
+            known[id(leaf)] = _Nth(len(self.tensors))
+            self.tensors.append(leaf)
+        return known[id(leaf)]
+
+    def filled(self, values: Sequence[Tensor]) -> Iterator[Any]:
+        """Yield each batch, with `values` for its tensors."""
+        for leaves, spec in self._batches:
+            filled = [values[leaf.index] if isinstance(leaf, _Nth) else leaf for leaf in leaves]
+            yield unflatten(filled, spec)
+
+
+def with_tensor_counts(state: Any, shape: tuple[int, ...] = ()) -> Any:
+    """Turn the plain numbers of a rule's state (Adam's step) into tensors of a shape, and lay all out densely."""
+    device = tensors(state)[0].device
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.contiguous()
+        return torch.full(shape, float(value), dtype=torch.float64, device=device) if is_number(value) else value
+
+    leaves, structure = flatten(state)
+    return unflatten([leaf(value) for value in leaves], structure)
+
+
+def with_plain_counts(state: Any, like: Any) -> Any:
+    """Undo `with_tensor_counts`: what is a number in `like` becomes one again."""
+    leaves, spec = flatten(like)
+    found = zip(flatten(state)[0], leaves, strict=True)
+    return unflatten([type(old)(new.max().item()) if is_number(old) else new for new, old in found], spec)
+
+
+def _comparable(leaf: Any) -> Hashable:
+    return leaf if isinstance(leaf, _Nth | Slot) else freeze(leaf)[0]
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a plain number, and no flag."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,1 @@
+"""Room 2: the global state that surrounds an inner step."""

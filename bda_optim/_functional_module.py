@@ -1,0 +1,201 @@
+"""The module that an inner loop gives back: the user's module with other parameters inside."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._context.environment import inside_checkpoint, refuse_checkpoint, surroundings
+from ._modules.skeleton import Skeleton
+from ._rollout.losses import Trace
+from ._step.objective import Loss, Objective, OverTasks, TasksObjective
+from ._step.step import Update, gradients
+from ._support.tree import tensors
+from ._support.types import InnerState
+
+
+class FunctionalModule(nn.Module):
+    """The user's module with the iterate y in the place of the parameters that the optimizer owns.
+
+    It is called like the module, and has its attributes, methods, sub-modules and hooks; the user's module itself is
+    not touched. With tasks=B every tensor argument is mapped over its first dimension, of size B, and the outputs have
+    it in front.
+
+    Attributes:
+        trace: After `unroll`, the losses of the K steps.
+    """
+
+    trace: Trace | None
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        names: Sequence[str],
+        state: InnerState,
+        update: Update,
+        over_tasks: OverTasks | None = None,
+    ) -> None:
+        """Lay `state` into `skeleton`; `names` are those of its parameters, and `update` what changes them."""
+        super().__init__()
+        content = self.__dict__
+        for key in ("_parameters", "_buffers", "_modules"):
+            content[key] = skeleton.root.__dict__[key]
+        content.update(
+            _skeleton=skeleton,
+            _names=tuple(names),
+            _tasks=update.tasks,
+            _update=update,
+            _over_tasks=over_tasks,
+            training=skeleton.root.training,
+        )
+        # Past nn.Module's `__setattr__`: the user's module may have a parameter of this name.
+        content.update(trace=None, _state=state, _recomputed=inside_checkpoint())
+        self._lay(state)
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """Name to y: the parameters that the optimizer owns; with tasks=B the task dimension is in front."""
+        return dict(zip(self._names, self._state.params, strict=True))
+
+    @property
+    def buffer_dict(self) -> dict[str, Tensor]:
+        """Name to buffer, as the last forward pass left it."""
+        if self._tasks is not None:
+            return dict(zip(self._skeleton.buffers, self._state.buffers, strict=True))
+        return dict(zip(self._skeleton.buffers, self._skeleton.read_buffers(), strict=True))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self._call(self._skeleton.root, args, kwargs)
+
+    def _call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the module, or a method of it, for one task or for many."""
+        if not self._recomputed:
+            refuse_checkpoint()
+        with surroundings(), self._skeleton.surroundings():
+            if self._tasks is None:
+                return function(*args, **kwargs)
+            for tensor in tensors((args, kwargs)):
+                if tensor.dim() == 0 or tensor.shape[0] != self._tasks:
+                    raise ValueError(
+                        f"every tensor given to a module with tasks={self._tasks} has a leading dimension of that "
+                        f"size; got shape {tuple(tensor.shape)}. Stack the tasks' inputs."
+                    )
+
+            def one(state: InnerState, args: Any, kwargs: Any) -> Any:
+                self._lay_tensors(state)
+                return function(*args, **kwargs), self._skeleton.read_buffers()
+
+            shown = InnerState(self._state.params, (), self._state.buffers)
+            buffers = self._state.buffers
+            try:
+                result, buffers = self._over_tasks(one, shown, args, kwargs)
+            finally:
+                self._lay(self._state._replace(buffers=buffers))
+            return result
+
+    def losses(self, loss: Loss, hyper: Any = None, batch: Any = None) -> Tensor:
+        """Return the B losses ``loss(net, hyper, batch)`` of B tasks, every tensor of `batch` with B in front."""
+        if self._tasks is None:
+            return loss(self, hyper, batch).reshape(1)
+        buffers = self._state.buffers
+        try:
+            with surroundings(), self._skeleton.surroundings():
+                value, buffers = self._objective(hyper)(loss, self._state.params, buffers, (), batch)
+        finally:
+            self._lay(self._state._replace(buffers=buffers))
+        return value
+
+    def lower_point(self, lower: Loss, hyper: Any = None, batch: Any = None) -> dict[str, Tensor]:
+        """Return the paper's y~ = prox(y - lr grad f), name to tensor: what is sparse, or feasible, with alpha > 0."""
+        points, buffers = [p.detach().requires_grad_() for p in self._state.params], tuple(self.buffer_dict.values())
+        try:
+            with torch.enable_grad(), surroundings(), self._skeleton.surroundings():
+                value, _ = self._objective(hyper)(lower, points, buffers, (), batch)
+                grads = gradients(value, points, "lower", 1, create_graph=False, tasks=self._tasks)
+        finally:
+            self._lay(self._state._replace(buffers=buffers))
+        with torch.no_grad():
+            settings = self._update.settings(())
+            found = self._update.lower_point([p.detach() for p in points], grads, settings, hyper)
+        return dict(zip(self._names, found, strict=True))
+
+    def train(self, mode: bool = True) -> FunctionalModule:
+        """Set training mode, as the module would."""
+        self._skeleton.root.train(mode)
+        self.training = mode
+        return self
+
+    def _objective(self, hyper: Any) -> Objective:
+        def one(loss: Loss, params: Sequence[Tensor], buffers: Any, hyper_: Any, batch: Any) -> tuple[Tensor, Any]:
+            self._lay_tensors(InnerState(tuple(params), (), buffers))
+            return loss(self._skeleton.root, hyper, batch), self._skeleton.read_buffers()
+
+        return one if self._tasks is None else TasksObjective(one, self._tasks, self._over_tasks)
+
+    def _lay(self, state: InnerState) -> None:
+        """Make `state` the one that calls see."""
+        self.__dict__["_state"] = state
+        self._lay_tensors(state)
+
+    def _lay_tensors(self, state: InnerState) -> None:
+        self._skeleton.lay_params(self._names, state.params)
+        self._skeleton.lay_buffers(state.buffers)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FunctionalModule:
+        raise NotImplementedError(
+            "a functional module cannot be moved or cast: its parameters are results of the inner loop. "
+            "Move the module before the loop."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Find the module's own tensors, sub-modules, attributes and methods."""
+        skeleton = self.__dict__.get("_skeleton")
+        if skeleton is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self._shown(getattr(skeleton.root, name))
+
+    def _shown(self, value: Any) -> Any:
+        """Return a part of the module for the user: a method runs as the module does, a sub-module takes care."""
+        if isinstance(value, types.MethodType) and value.__self__ is self._skeleton.root:
+            return functools.wraps(value)(lambda *args, **kwargs: self._call(value, args, kwargs))
+        if isinstance(value, nn.Module) and not self._recomputed:
+            for part in value.modules():
+                if _GUARD not in part._forward_pre_hooks:
+                    hooks = OrderedDict({_GUARD: _refuse_checkpoint, **part._forward_pre_hooks})
+                    part.__dict__["_forward_pre_hooks"] = hooks
+        return value
+
+    def __getitem__(self, index: Any) -> Any:
+        """Index a Sequential or ModuleList."""
+        return self._shown(self._skeleton.root[index])
+
+    def __len__(self) -> int:
+        """Return the length of a Sequential or ModuleList."""
+        return len(self._skeleton.root)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Go through a Sequential or ModuleList."""
+        return map(self._shown, self._skeleton.root)
+
+    def __bool__(self) -> bool:
+        """Return True, whatever the length."""
+        return True
+
+    def __repr__(self) -> str:
+        """Show the module inside."""
+        return f"{type(self).__name__}({self._skeleton.root!r})"
+
+
+_GUARD = -1  # no hook of torch's has this number
+
+
+def _refuse_checkpoint(module: nn.Module, inputs: Any) -> None:
+    """Refuse, before a sub-module is called, to be recomputed later with the parameters of another step."""
+    refuse_checkpoint()

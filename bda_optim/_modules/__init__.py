@@ -1,0 +1,1 @@
+"""Room 3: a module as a function of its parameters."""

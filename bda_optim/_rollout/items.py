@@ -1,0 +1,169 @@
+"""What a rollout is asked to do, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from .._support.tree import Slots, describe, is_differentiable, map_tensors, tensors
+from .._support.types import InnerState, Item
+
+
+def check_ambient() -> None:
+    """Refuse to run where no gradient can be had."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "an inner loop takes gradients, which `torch.inference_mode()` rules out. Use `torch.no_grad()` instead: "
+            "the loop then adapts the parameters and keeps no graph."
+        )
+
+
+def check_count(name: str, value: Any) -> int:
+    """Return a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"`{name}` must be a whole number of at least 1; got {value!r}. Ask for one {name[:-1]} or more."
+        )
+    return value
+
+
+def check_devices(params: Sequence[Tensor], others: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise where a tensor lives on another device than all the parameters; single numbers on the CPU may."""
+    devices = {p.device for p in params}
+    for name, tensor in others:
+        if tensor.device not in devices and not (tensor.device.type == "cpu" and tensor.dim() == 0):
+            home = ", ".join(sorted(map(str, devices)))
+            raise ValueError(
+                f"everything in a rollout must be on the device of the parameters ({home}); got {name}, "
+                f"{describe(tensor)}. Move it there with `.to(...)`."
+            )
+
+
+class Items(Sequence[Item]):
+    """The K items of a rollout: k = 1..K, each with its batch.
+
+    Tensors of the batches that require grad are put into slots, the same object once. A list or tuple is looked through
+    beforehand; any other sequence is read when its batch is needed (and again in a replay), and carries no gradients.
+
+    Attributes:
+        eager: Whether the batches are held by a list anyway.
+        constants: The tensors of such a list that are not in slots, with a name for messages.
+    """
+
+    def __init__(self, batches: Any, steps: int, slots: Slots, *, tasks: int | None = None) -> None:
+        """Check `batches` against `steps`."""
+        if isinstance(batches, Tensor):
+            batches = list(batches.unbind(0))
+        if batches is not None:
+            _check_batches(batches, steps)
+        if isinstance(batches, list):
+            batches = tuple(batches)  # the user's list may change before it is read again
+        self._batches, self._tasks, self._slots = batches, tasks, slots
+        self._known: dict[int, Any] = {}
+        self.constants: list[tuple[str, Tensor]] = []
+        self.eager = isinstance(batches, list | tuple | None)
+        self._numbers = range(steps)
+        if batches is not None and self.eager:
+            for number, batch in enumerate(batches):
+                if id(batch) not in self._known:
+                    self._known[id(batch)] = prepared = self._prepared(batch, number)
+                    self.constants += [(f"a tensor of batches[{number}]", t) for t in tensors(prepared)]
+
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> Items: ...
+    def __getitem__(self, index: int | slice) -> Item | Items:
+        """Return one item, or a part of them with k running on."""
+        if isinstance(index, slice):
+            part = object.__new__(Items)
+            part.__dict__.update(self.__dict__, _numbers=self._numbers[index])
+            return part
+        number = self._numbers[index]
+        if self._batches is None:
+            return Item(number + 1)
+        batch = self._batches[number]
+        if self.eager:
+            return Item(number + 1, self._known[id(batch)])
+        if any(t.requires_grad for t in tensors(batch)):
+            raise ValueError(
+                f"gradients flow only into batches that are given as a list or tuple; got "
+                f"{type(self._batches).__name__} whose batch {number} requires grad. Pass `list(batches)`."
+            )
+        return Item(number + 1, self._prepared(batch, number))
+
+    def _prepared(self, batch: Any, number: int) -> Any:
+        if self._tasks is not None:
+            for tensor in tensors(batch):
+                _check_task_dimension(tensor, self._tasks, f"batches[{number}]")
+        return map_tensors(
+            lambda t: self._slots.put(t, f"a tensor of batches[{number}]") if t.requires_grad else t, batch
+        )
+
+
+def in_chunks(batches: Any, tasks: int | None, size: int | None) -> list[tuple[Any, int | None]]:
+    """Divide the tasks of all batches into chunks; return the batches and the number of tasks of each."""
+    if size is None:
+        return [(batches, tasks)]
+    check_count("chunk_size", size)
+    if tasks is None:
+        raise ValueError(f"`chunk_size` divides tasks; got chunk_size={size} without `tasks`. Pass `tasks=` too.")
+    return [(_part(batches, slice(a, a + size), tasks), min(size, tasks - a)) for a in range(0, tasks, size)]
+
+
+def _part(batches: Any, part: slice, tasks: int) -> Any:
+    if batches is None:
+        return None
+    if isinstance(batches, Tensor):
+        batches = list(batches.unbind(0))
+    known: dict[int, Any] = {}
+    for number, batch in enumerate(batches):
+        if id(batch) not in known:
+            for tensor in tensors(batch):
+                _check_task_dimension(tensor, tasks, f"batches[{number}]")
+            known[id(batch)] = map_tensors(lambda t: t[part], batch)
+    return [known[id(batch)] for batch in batches]
+
+
+def _check_task_dimension(tensor: Tensor, tasks: int, name: str) -> None:
+    if tensor.dim() == 0 or tensor.shape[0] != tasks:
+        raise ValueError(
+            f"with tasks={tasks} every tensor of a batch has a leading dimension of that size; got {name} with a "
+            f"tensor of shape {tuple(tensor.shape)}. Stack the tasks' tensors."
+        )
+
+
+def _check_batches(batches: Any, steps: int) -> None:
+    if not hasattr(batches, "__getitem__") or not hasattr(batches, "__len__") or isinstance(batches, dict | str):
+        raise TypeError(
+            "`batches` must be a sequence with one batch per step, which can be read twice; got "
+            f"{type(batches).__name__}. Pass a list, for example `list(itertools.islice(loader, steps))`."
+        )
+    if len(batches) != steps:
+        raise ValueError(
+            f"`batches` must have one batch per step; got {len(batches)} batches for steps={steps}. "
+            "Pass as many as there are steps, for example `[batch] * steps`."
+        )
+
+
+def in_master(state: InnerState, master: torch.dtype | None) -> InnerState:
+    """Return a state with the parameters and the rule's memory of them in a wider dtype; None leaves them as they are.
+
+    What is wider than `master` already stays.
+    """
+    if master is None:
+        return state
+    if not isinstance(master, torch.dtype) or not master.is_floating_point:
+        raise TypeError(f"`master` must be a floating-point dtype, as torch.float32, or None; got {master!r}.")
+
+    def widen(t: Tensor) -> Tensor:
+        return t.to(master) if is_differentiable(t) and torch.promote_types(t.dtype, master) == master else t
+
+    return state._replace(params=tuple(map(widen, state.params)), rule=map_tensors(widen, state.rule))

@@ -1,0 +1,80 @@
+"""The losses of a rollout, and whether they are finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._support.types import Record
+
+
+class Trace(NamedTuple):
+    """The losses of the K steps, detached, on the device: K numbers, or K x B with B tasks.
+
+    Attributes:
+        lower: The lower loss at y_0, ..., y_{K-1}.
+        upper: The upper loss there; NaN at steps that did not evaluate it, None if no step did.
+    """
+
+    lower: Tensor
+    upper: Tensor | None
+
+
+def trace_of(records: Sequence[Record], tasks: int | None) -> Trace:
+    """Stack the losses of all steps."""
+    shape = () if tasks is None else (tasks,)
+    lower = torch.stack([record.lower.reshape(shape) for record in records])
+    if all(record.upper is None for record in records):
+        return Trace(lower, None)
+    skipped = torch.full_like(lower[0], torch.nan)
+    return Trace(lower, torch.stack([skipped if r.upper is None else r.upper.reshape(shape) for r in records]))
+
+
+def all_finite(records: Sequence[Record], params: Sequence[Tensor]) -> bool:
+    """Whether all losses and the last iterate are finite: the only look at values, one after all steps."""
+    if not params or params[0].is_meta:
+        return True
+    losses = [loss.reshape(-1) for record in records for loss in record if loss is not None]
+    flags = [torch.isfinite(p).all().to(params[0].device) for p in params]
+    return bool(torch.stack([torch.isfinite(torch.cat(losses)).all().to(params[0].device), *flags]).all())
+
+
+def first_bad_loss(records: Sequence[Record]) -> tuple[int, str] | None:
+    """Return the step of the first loss that is not finite, and its level."""
+    for k, record in enumerate(records, 1):
+        for level, loss in zip(("lower", "upper"), record, strict=True):
+            if loss is not None and not bool(torch.isfinite(loss).all()):
+                return k, level
+    return None
+
+
+def diverged(what: str, records: Sequence[Record]) -> str:
+    """Tell of a loop in which `what` is not finite; `records` end at that step."""
+    lower = torch.stack([record.lower.reshape(-1).double() for record in records[-_SHOWN:]])
+    task = int((~torch.isfinite(lower[-1])).int().argmax())
+    told = ", ".join(f"{loss:.4g}" for loss in lower[:, task].tolist())
+    of = f" of task {task}" if lower.shape[1] > 1 else ""
+    return (
+        f"the inner loop diverged: {what}. Lower `lr` (or `upper_lr`), check the losses for log(0) or 0/0, and look at "
+        f"the `trace` of a shorter loop. The last lower losses{of}, up to k={len(records)}: {told}."
+    )
+
+
+_SHOWN = 5
+"""So many losses are told."""
+
+
+def check_finite(records: Sequence[Record], params: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Raise where a loss or the last iterate is not finite."""
+    if all_finite(records, params):
+        return
+    bad = first_bad_loss(records)
+    if bad is not None:
+        what = f"the {bad[1]} loss is not finite at step k={bad[0]} of {len(records)}"
+        raise FloatingPointError(diverged(what, records[: bad[0]]))
+    wrong = ", ".join(f"`{name}`" for name, p in zip(names, params, strict=True) if not torch.isfinite(p).all())
+    what = f"the parameters are not finite after the last step, k={len(records)}: {wrong}"
+    raise FloatingPointError(diverged(what, records))

@@ -1,0 +1,1 @@
+"""Room 4: one inner step as a pure function."""

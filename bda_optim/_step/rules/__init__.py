@@ -1,0 +1,1 @@
+"""Update rules: what makes a displacement of the lower gradient."""

@@ -1,0 +1,99 @@
+"""The settings of a parameter group: which there are, and whether they can be honoured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .._support.types import Rule
+
+AGGREGATION: Mapping[str, Any] = {"upper_lr": None, "alpha": 0.0, "prox": None}
+"""The settings that belong to the aggregated step, whatever the rule, with their defaults."""
+
+
+def complete(rule: Rule, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all settings of a group: those given, the rest by default. ``lr=None`` is the rule's own default.
+
+    Raises:
+        TypeError: If a setting is none of the rule's.
+    """
+    known = {**rule.defaults, **AGGREGATION}
+    for name in given:
+        if name not in known:
+            names = ", ".join(sorted(known))
+            raise TypeError(f"the rule {rule.name} has no setting `{name}`; it takes {names}. Check the spelling.")
+    chosen = {name: value for name, value in given.items() if not (name == "lr" and value is None)}
+    return {**known, **chosen}
+
+
+def check_group(rule: Rule, settings: Mapping[str, Any], params: Sequence[Tensor]) -> None:
+    """Raise where the settings of a group cannot be honoured for its parameters."""
+    for name, value in settings.items():
+        if isinstance(value, list) and not isinstance(rule.defaults.get(name), tuple):
+            _check_list(name, value, params)
+        elif isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"`{name}` must be a tensor with one element, or a list with one tensor per parameter; got a tensor of "
+                f"shape {tuple(value.shape)}. Write "
+                f"`{name}=[torch.full_like(p, 0.1) for p in params]` for a rate per element."
+            )
+    rule.validate({name: settings[name] for name in rule.defaults})
+    upper_lr, alpha, prox = settings["upper_lr"], settings["alpha"], settings["prox"]
+    if not isinstance(upper_lr, int | float | Tensor | list | None) or isinstance(upper_lr, bool):
+        raise TypeError(f"`upper_lr` must be a number or a tensor; got {upper_lr!r}. Leave it out to follow `lr`.")
+    if isinstance(upper_lr, int | float) and not (math.isfinite(upper_lr) and upper_lr >= 0):
+        raise ValueError(f"`upper_lr` must be a number of at least 0; got {upper_lr}. Leave it out to follow `lr`.")
+    _check_alpha(alpha)
+    if rule.defaults["lr"] is None:
+        _check_own_rate(rule, settings)
+    if prox is not None and not callable(prox):
+        raise TypeError(
+            f"`prox` must be a proximal map; got {prox!r}. Use one of `bda_optim.prox`, such as `prox.l1(0.1)`."
+        )
+    if prox is not None and isinstance(settings["lr"], list) and not getattr(prox, "separable", False):
+        raise ValueError(
+            f"a prox that couples the elements has no meaning with one rate per element; got {prox!r} and a list as "
+            "`lr`. Use one rate per group, or a separable prox such as `prox.l1`."
+        )
+
+
+def _check_own_rate(rule: Rule, settings: Mapping[str, Any]) -> None:
+    """Raise where a rule that has a rate of its own (a torchopt transformation) is given one, or lacks one."""
+    lr, alpha, prox = settings["lr"], settings["alpha"], settings["prox"]
+    if prox is None and lr is not None:
+        raise ValueError(
+            f"a {rule.name} has its own rate, and `lr` would have no effect; got lr={lr}. Write it into the "
+            "transformation, as in `rule=torchopt.sgd(lr=0.1)`, and leave `lr` out."
+        )
+    if prox is not None and lr is None:
+        raise ValueError(f"the prox needs a step, and a {rule.name} does not tell its rate. Pass it as `lr` too.")
+    if settings["upper_lr"] is None and not (isinstance(alpha, int | float) and alpha == 0):
+        raise ValueError(
+            f"the upper direction needs a rate where `alpha` is not 0, and a {rule.name} does not tell its own; got "
+            "upper_lr=None. Pass `upper_lr`."
+        )
+
+
+def _check_list(name: str, value: list[Any], params: Sequence[Tensor]) -> None:
+    shapes = [tuple(p.shape) for p in params]
+    got = [tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for v in value]
+    fits = len(got) == len(shapes) and all(g == s or g == () for g, s in zip(got, shapes, strict=True))
+    if not fits:
+        raise ValueError(
+            f"`{name}` as a list must have one tensor per parameter of the group, of its shape (or one element); got "
+            f"{got} for parameters of {shapes}. Write `{name}=[torch.full_like(p, 0.1) for p in params]`."
+        )
+
+
+def _check_alpha(alpha: Any) -> None:
+    if isinstance(alpha, Tensor | list) or callable(alpha):
+        return
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise TypeError(f"`alpha` must be a number, a schedule or a tensor; got {alpha!r}. Use `harmonic(0.5)`.")
+    if not 0 <= alpha < 1:
+        raise ValueError(
+            f"`alpha` must lie in [0, 1) at every step; got {alpha} at k=1. Use `harmonic(0.5)` or clip it."
+        )
