@@ -10,7 +10,7 @@ from ._hypergradient import Hypergradient, hypergradient, lower_point, rollout
 from ._innerloop import DiffOptimizer, innerloop_ctx
 from ._optimizer import BDAInnerOptimizer
 from ._rollout.losses import Trace
-from ._step.rules.base import FISTA
+from ._step.rules.fista import FISTA
 from ._step.schedules import constant, geometric, harmonic, polynomial, theory
 
 try:

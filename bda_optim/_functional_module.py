@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._context.environment import inside_checkpoint, refuse_checkpoint, surroundings
+from ._context.forward import inside_checkpoint, refuse_checkpoint, surroundings
 from ._modules.skeleton import Skeleton
 from ._rollout.losses import Trace
 from ._step.objective import Loss, Objective, OverTasks, TasksObjective

@@ -11,26 +11,20 @@ from torch import Tensor
 from ._adjoints.unroll import Adjoint, Unroll
 from ._compiled.step import CompiledStep
 from ._compiled.units import with_plain_counts, with_tensor_counts
-from ._context.environment import surroundings
+from ._context.forward import surroundings
 from ._modules.skeleton import module_slot
 from ._rollout.divergence import check_choice, watched
-from ._rollout.items import Items, check_ambient, check_count, check_devices, in_chunks
+from ._rollout.items import Items, in_chunks
 from ._rollout.losses import Trace, trace_of
 from ._step.aggregation import is_zero, weight
 from ._step.objective import Loss, Objective, OverTasks, TasksObjective, TreeObjective
-from ._step.rules.base import resolve
+from ._step.rules.resolve import resolve
 from ._step.settings import check_group, complete
 from ._step.step import BDAStep, Group, Update, gradients
-from ._support.tree import (
-    Slots,
-    Template,
-    describe,
-    is_differentiable,
-    map_tensors,
-    named_leaves,
-    replace_tensors,
-    unflatten,
-)
+from ._support.checks import check_ambient, check_count, check_devices
+from ._support.slots import Slots, Template
+from ._support.tensors import describe, is_differentiable
+from ._support.tree import map_tensors, named_leaves, replace_tensors, unflatten
 from ._support.tree import tensors as tensors_of
 from ._support.types import InnerState, Record, Rule
 

@@ -10,18 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._context.environment import refuse_reentrant, sequence_number
+from ._context.forward import refuse_reentrant, sequence_number
 from ._functional_module import FunctionalModule
 from ._modules.skeleton import Skeleton
 from ._optimizer import BDAInnerOptimizer, from_torch, refuse_extrapolation
 from ._rollout.divergence import check_choice
-from ._rollout.items import check_ambient, check_count, in_master
+from ._rollout.items import in_master
 from ._rollout.losses import check_finite
 from ._step.aggregation import is_zero, weight
 from ._step.settings import check_group
 from ._step.step import Group, Update, gradients, no_gradients
 from ._support.autograd_graph import refuse_once_differentiable
-from ._support.tree import Template, detach
+from ._support.checks import check_ambient, check_count
+from ._support.slots import Template
+from ._support.tree import detach
 from ._support.types import InnerState, Record
 from .prox import NO_HYPER
 

@@ -14,14 +14,17 @@ from ._functional_module import FunctionalModule
 from ._hypergradient import Problem, expand, join
 from ._modules.skeleton import Skeleton, module_slot
 from ._rollout.divergence import check_choice
-from ._rollout.items import check_ambient, in_chunks, in_master
+from ._rollout.items import in_chunks, in_master
 from ._step.aggregation import is_zero, weight
 from ._step.objective import Loss, ModuleObjective, OverTasks
-from ._step.rules.base import resolve
+from ._step.rules.resolve import resolve
 from ._step.schedules import from_plain, to_plain
 from ._step.settings import check_group, complete
 from ._step.step import Group, Update, gradients, no_gradients
-from ._support.tree import Slots, Template, detach, is_differentiable, map_tensors, tensors
+from ._support.checks import check_ambient
+from ._support.slots import Slots, Template
+from ._support.tensors import is_differentiable
+from ._support.tree import detach, map_tensors, tensors
 from ._support.types import InnerState
 from .prox import NO_HYPER
 

@@ -16,12 +16,10 @@ ROOMS = ("_support", "_context", "_modules", "_step", "_adjoints", "_compiled", 
 
 MAX_LINES = 350
 LONGER = {  # path in the package -> the reason
-    "_step/rules/base.py": "one class per rule, and there are over a dozen",
     "_adjoints/replay.py": "to be divided",
     "_compiled/step.py": "to be divided",
     "_hypergradient.py": "to be divided",
     "_optimizer.py": "to be divided",
-    "_support/tree.py": "to be divided",
     "compat/higher/patch.py": "to be divided",
     "prox.py": "one class per proximal map",
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from campaign import awkward, layers, matrix, registry
 
-from bda_optim._context import environment
+from bda_optim._context import forward
 from bda_optim._modules import skeleton
 
 
@@ -44,7 +44,7 @@ def test_the_matrix_notices_a_fault(name: str, says: str, monkeypatch: pytest.Mo
     torch.set_default_dtype(torch.float64)
     assert matrix.judge(layers.CASES[name]).failure == ""
     monkeypatch.setattr(skeleton, "recompose", lambda twin: None)
-    idle = ((lambda: True, lambda on: None),) * len(environment._ATTENTION)
-    monkeypatch.setattr(environment, "_ATTENTION", idle)
+    idle = ((lambda: True, lambda on: None),) * len(forward._ATTENTION)
+    monkeypatch.setattr(forward, "_ATTENTION", idle)
     failure = matrix.judge(layers.CASES[name]).failure
     assert says in failure and bool(says) == bool(failure)

@@ -21,7 +21,7 @@ from torch import Tensor, nn, optim
 from torch.func import functional_call
 
 import bda_optim as bda
-from bda_optim._step.rules.base import _RULES
+from bda_optim._step.rules.resolve import _RULES
 
 # The capability table: rules.
 

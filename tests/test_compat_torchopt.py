@@ -17,7 +17,8 @@ from torch import Tensor, nn, optim
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bda_optim as bda
-from bda_optim._step.rules.base import Transformation, resolve
+from bda_optim._step.rules.resolve import resolve
+from bda_optim._step.rules.transformation import Transformation
 
 torchopt = pytest.importorskip("torchopt")
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bda_optim._modules.skeleton import Skeleton, module_slot, unwrap
-from bda_optim._support.tree import Slots
+from bda_optim._modules.rewire import unwrap
+from bda_optim._modules.skeleton import Skeleton, module_slot
+from bda_optim._support.slots import Slots
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor, optim
 from torch.autograd import forward_ad
 
-from bda_optim._step.rules.base import _REFUSED, _RULES, FISTA, SGD, Adam, ParameterRule, _root, resolve
+from bda_optim._step.rules.adam import Adam
+from bda_optim._step.rules.base import ParameterRule, _root
+from bda_optim._step.rules.fista import FISTA
+from bda_optim._step.rules.resolve import _REFUSED, _RULES, resolve
+from bda_optim._step.rules.sgd import SGD
 from bda_optim._support.types import Move, Rule
 
 SWITCHES = {"foreach", "fused", "capturable", "differentiable"}

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._support.tree import is_differentiable, vmapped
+from .._support.tensors import is_differentiable
+from .._support.vmap import vmapped
 
 Flows = list[Tensor | None]
 """One derivative per tensor, with the P scalars in front; None where it is zero."""

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from .._context.environment import Ambient, fingerprints
 from .._support import autograd_graph
-from .._support.tree import describe, detach, is_differentiable, replace_tensors, tensors
+from .._support.tensors import describe, is_differentiable
+from .._support.tree import detach, replace_tensors, tensors
 from .._support.types import Step
 from .revolve import split
 from .storage import Kept, Ledger, Shelf

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from .._support import autograd_graph
-from .._support.tree import any_requires_grad, detach, replace_tensors, tensors
+from .._support.tensors import any_requires_grad
+from .._support.tree import detach, replace_tensors, tensors
 from .._support.types import Step
 from .forward_mode import Attached, identity, push, scalars
 from .replay import CompiledStep, Replay, Replayed, fresh, refuse_captured

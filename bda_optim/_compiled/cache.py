@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._step.step import BDAStep
-from .._support.tree import Filler
+from .._support.slots import Filler
 from .program import Pair, Program
 from .trace_key import freeze
 

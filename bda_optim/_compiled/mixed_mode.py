@@ -23,7 +23,8 @@ from torch.autograd import forward_ad
 from .._adjoints.replay import fresh, pull_back
 from .._step.objective import Loss
 from .._step.step import BDAStep, gradients, no_gradients
-from .._support.tree import fill, replace_tensors, tensors
+from .._support.slots import fill
+from .._support.tree import replace_tensors, tensors
 from .._support.types import InnerState, Item
 
 Resolved = tuple[Sequence[Any], Sequence[Any]]

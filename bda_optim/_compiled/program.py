@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._support.tree import detach, layout
+from .._support.tensors import layout
+from .._support.tree import detach
 from .matmul import narrow, spell_out
 
 if TYPE_CHECKING:

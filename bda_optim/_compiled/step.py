@@ -29,7 +29,8 @@ from .._adjoints.forward_mode import Flows, push
 from .._adjoints.replay import changed_in_place, fresh, pull_back
 from .._step.aggregation import is_zero, weight
 from .._step.step import BDAStep
-from .._support.tree import detach, is_differentiable, layout, replace_tensors, tensors
+from .._support.tensors import is_differentiable, layout
+from .._support.tree import detach, replace_tensors, tensors
 from .._support.types import Item, Record
 from .cache import engine_of
 from .mixed_mode import add, pull_mixed

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._support.tree import Frozen, layout
+from .._support.slots import Frozen
+from .._support.tensors import layout
 
 _DEPTH = 3  # so many functions and objects are followed: a loss, a helper it calls, what that refers to
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)

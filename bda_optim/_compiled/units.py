@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._support.tree import Slot, flatten, tensors, unflatten
+from .._support.slots import Slot
+from .._support.tree import flatten, tensors, unflatten
 from .._support.types import Item
 from .trace_key import freeze
 

@@ -9,9 +9,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .._context.environment import Ambient, refuse_reentrant, sequence_number
+from .._context.environment import Ambient
+from .._context.forward import refuse_reentrant, sequence_number
 from .._modules.skeleton import Skeleton
-from .._support.tree import Frozen, Slot, Template, map_tensors, one_by_one, over_tasks, replace_tensors, tensors
+from .._support.slots import Frozen, Slot, Template
+from .._support.tree import map_tensors, replace_tensors, tensors
+from .._support.vmap import one_by_one, over_tasks
 
 Loss: TypeAlias = Callable[[Any, Any, Any], Tensor]
 """``loss(params_or_net, hyper, batch)`` -> a scalar."""

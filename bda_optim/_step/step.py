@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .._support.autograd_graph import refuse_once_differentiable
-from .._support.tree import Template, fill, one_by_one, over_tasks
+from .._support.slots import Template, fill
 from .._support.types import InnerState, Item, Record, Rule, Scalar, Settings
+from .._support.vmap import one_by_one, over_tasks
 from .aggregation import aggregate, is_zero, weight
 from .objective import Loss, Objective
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from bda_optim._step.aggregation import aggregate, is_zero, weight
-from bda_optim._step.rules.base import resolve
+from bda_optim._step.rules.resolve import resolve
 from bda_optim._step.settings import check_group, complete
 from bda_optim._step.step import gradients
 from bda_optim._support.types import Move, Rule

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from .._modules.skeleton import unwrap
-from .._support.tree import describe, is_sharded, map_leaves, map_tensors, named_leaves, replace_tensors, tensors
+from .._modules.rewire import unwrap
+from .._support.tensors import describe, is_sharded
+from .._support.tree import map_leaves, map_tensors, named_leaves, replace_tensors, tensors
 from ._ranks import divide, pack, place, unpack
 
 

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .._context.environment import surroundings
+from .._context.forward import surroundings
 from .._functional_module import FunctionalModule
 from .._modules.skeleton import Skeleton
 from .._step.objective import Loss
 from .._support.autograd_graph import leaves
-from .._support.tree import any_requires_grad, describe
+from .._support.tensors import any_requires_grad, describe
 from ._ranks import divide, pack, place, unpack
 
 

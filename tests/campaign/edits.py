@@ -127,12 +127,12 @@ EDITS: dict[str, Edit] = {
     ),
     # Rules.
     "first momentum buffer detached, as torch does": Edit(
-        "_step/rules/base.py", '{**state, "momentum_buffer": buffer}', '{**state, "momentum_buffer": buffer.detach()}'
+        "_step/rules/sgd.py", '{**state, "momentum_buffer": buffer}', '{**state, "momentum_buffer": buffer.detach()}'
     ),
     "nesterov ignored": Edit(
-        "_step/rules/base.py", 's["momentum"]) if s["nesterov"] else buffer', 's["momentum"]) if False else buffer'
+        "_step/rules/sgd.py", 's["momentum"]) if s["nesterov"] else buffer', 's["momentum"]) if False else buffer'
     ),
-    "dampening ignored": Edit("_step/rules/base.py", 'weight = 1 - s["dampening"]', "weight = 1.0"),
+    "dampening ignored": Edit("_step/rules/sgd.py", 'weight = 1 - s["dampening"]', "weight = 1.0"),
     "maximize ignored": Edit(
         "_step/rules/base.py", 'grad = -grad if s["maximize"] else grad\n    coupled', "grad = grad\n    coupled"
     ),
@@ -140,33 +140,33 @@ EDITS: dict[str, Edit] = {
         "_step/rules/base.py", 'return _add(grad, at, s["weight_decay"])', 'return _add(grad, at, -s["weight_decay"])'
     ),
     "Adam's bias correction off by one": Edit(
-        "_step/rules/base.py",
+        "_step/rules/adam.py",
         '_power(beta, new["step"]) for beta in s["betas"])\n        direction',
         '_power(beta, new["step"] + 1) for beta in s["betas"])\n        direction',
     ),
-    "Adam's eps where higher has it": Edit("_step/rules/base.py", 'c1 * s["eps"]', 's["eps"]'),
+    "Adam's eps where higher has it": Edit("_step/rules/adam.py", 'c1 * s["eps"]', 's["eps"]'),
     "amsgrad forgets": Edit(
-        "_step/rules/base.py", 'torch.maximum(state["max_exp_avg_sq"], square)', "square", "tests/test_rules.py -k amsgrad"
+        "_step/rules/adam.py", 'torch.maximum(state["max_exp_avg_sq"], square)', "square", "tests/test_rules.py -k amsgrad"
     ),
-    "AdamW is Adam": Edit("_step/rules/base.py", '"decoupled_weight_decay": True}', '"decoupled_weight_decay": False}'),
+    "AdamW is Adam": Edit("_step/rules/adam.py", '"decoupled_weight_decay": True}', '"decoupled_weight_decay": False}'),
     "roots with an infinite slope at 0": Edit(
         "_step/rules/base.py", "zero = x <= 0", "zero = x < 0", "tests/test_rules.py -k vanish"
     ),
-    "centred variance is not": Edit("_step/rules/base.py", "mean, mean, value=-1", "mean, mean, value=0"),
-    "Adagrad's decay one step early": Edit("_step/rules/base.py", '1 + step * s["lr_decay"]', '1 + (step + 1) * s["lr_decay"]'),
-    "Adamax without its eps": Edit("_step/rules/base.py", 'grad.abs() + s["eps"]', "grad.abs()"),
-    "NAdam's product does not grow": Edit("_step/rules/base.py", 'state["mu_product"] * mu', "mu"),
-    "RAdam never rectifies": Edit("_step/rules/base.py", "settled = length > 5", "settled = length > 500"),
+    "centred variance is not": Edit("_step/rules/adaptive.py", "mean, mean, value=-1", "mean, mean, value=0"),
+    "Adagrad's decay one step early": Edit("_step/rules/adaptive.py", '1 + step * s["lr_decay"]', '1 + (step + 1) * s["lr_decay"]'),
+    "Adamax without its eps": Edit("_step/rules/adam.py", 'grad.abs() + s["eps"]', "grad.abs()"),
+    "NAdam's product does not grow": Edit("_step/rules/adam.py", 'state["mu_product"] * mu', "mu"),
+    "RAdam never rectifies": Edit("_step/rules/adam.py", "settled = length > 5", "settled = length > 500"),
     "Adadelta remembers gradients": Edit(
-        "_step/rules/base.py", '_mean_square(state["acc_delta"], delta', '_mean_square(state["acc_delta"], grad'
+        "_step/rules/adaptive.py", '_mean_square(state["acc_delta"], delta', '_mean_square(state["acc_delta"], grad'
     ),
-    "ASGD's rate stays": Edit("_step/rules/base.py", '"eta": eta_next', '"eta": eta'),
-    "Rprop grows at a turn": Edit("_step/rules/base.py", "masked_fill(turned, shrink)", "masked_fill(turned, grow)"),
+    "ASGD's rate stays": Edit("_step/rules/adaptive.py", '"eta": eta_next', '"eta": eta'),
+    "Rprop grows at a turn": Edit("_step/rules/adaptive.py", "masked_fill(turned, shrink)", "masked_fill(turned, grow)"),
     "FISTA extrapolates from the first step on": Edit(
-        "_step/rules/base.py", "_pick(before > 1, before - 1, 0.0) / now", "_pick(before > 0, before, 0.5) / now"
+        "_step/rules/fista.py", "_pick(before > 1, before - 1, 0.0) / now", "_pick(before > 0, before, 0.5) / now"
     ),
     "Adafactor does not clip": Edit(
-        "_step/rules/base.py", 'clamp(min=1.0))\n        if _is_on', 'clamp(min=0.5))\n        if _is_on'
+        "_step/rules/adaptive.py", 'clamp(min=1.0))\n        if _is_on', 'clamp(min=0.5))\n        if _is_on'
     ),
     "a mean over no elements": Edit(
         "_step/rules/base.py", "if grad is None or param.numel() == 0:", "if grad is None:",
@@ -199,16 +199,16 @@ EDITS: dict[str, Edit] = {
         "_modules/second_order.py", 'twin.__dict__["sparse"] = False', "pass", "tests/test_modules.py -k sparse"
     ),
     "closures hold the user's module": Edit(
-        "_modules/skeleton.py",
+        "_modules/rewire.py",
         "return _rebound(value, twins, places)",
         "return value",
         "tests/test_functional.py -k closures",
     ),
     "slots are left out": Edit(
-        "_modules/skeleton.py", "if hasattr(module, name):", "if False:", "tests/test_modules.py -k slots"
+        "_modules/rewire.py", "if hasattr(module, name):", "if False:", "tests/test_modules.py -k slots"
     ),
     "fused attention": Edit(
-        "_context/environment.py", "(True, False, False, False, False)", "(True, True, False, False, True)",
+        "_context/forward.py", "(True, False, False, False, False)", "(True, True, False, False, True)",
         "tests/test_modules.py -k attention",
     ),
     "once differentiable operations pass": Edit(

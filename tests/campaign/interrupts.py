@@ -154,7 +154,7 @@ def reset() -> None:
     torch._C._autograd._saved_tensors_hooks_enable()
     while torch._C._functorch.maybe_current_level() is not None:
         torch._C._functorch._vmap_decrement_nesting()
-    bda_optim._context.environment._PLAIN_ATTENTION.__init__()  # type: ignore[misc]
+    bda_optim._context.forward._PLAIN_ATTENTION.__init__()  # type: ignore[misc]
 
 
 def campaign(forms: list[str], lines: int, signals: int, seed: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bda_optim._rollout.items import check_ambient
+from bda_optim._support.checks import check_ambient
 
 from . import optim, patch, utils
 from ._override import Override

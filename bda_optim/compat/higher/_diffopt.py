@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bda_optim._context.environment import refuse_reentrant, sequence_number
-from bda_optim._rollout.items import check_ambient
+from bda_optim._context.forward import refuse_reentrant, sequence_number
 from bda_optim._step.step import Grads, gradients
+from bda_optim._support.checks import check_ambient
 from bda_optim._support.tree import map_tensors
 
 from ._override import Override, per_group

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bda_optim._context.environment import inside_checkpoint, refuse_checkpoint, surroundings
-from bda_optim._modules.skeleton import Place, Skeleton, _Entries
+from bda_optim._context.forward import inside_checkpoint, refuse_checkpoint, surroundings
+from bda_optim._modules.rewire import Place, _Entries
+from bda_optim._modules.skeleton import Skeleton
 
 Spots = list[tuple[Any, Any]]
 

@@ -15,7 +15,7 @@ from bda_optim._step.rules.base import _FIXED
 from bda_optim._step.schedules import from_plain, to_plain
 from bda_optim._step.settings import AGGREGATION, check_group
 from bda_optim._step.step import Group, Update
-from bda_optim._support.tree import Template
+from bda_optim._support.slots import Template
 from bda_optim._support.types import InnerState, Rule
 from bda_optim.prox import NO_HYPER
 

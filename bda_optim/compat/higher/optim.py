@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bda_optim._optimizer import BDAInnerOptimizer
-from bda_optim._step.rules.base import resolve
+from bda_optim._step.rules.resolve import resolve
 
 from ._diffopt import DifferentiableOptimizer, GradCallback
 from ._override import Override, per_group, restored, trainable

@@ -1,0 +1,156 @@
+"""A transformation of torchopt as a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..._support.tree import detach
+from ..._support.types import Move, RuleState, Settings
+from .base import _settings
+from .sgd import SGD
+
+
+class _Form(NamedTuple):
+    """What the state of a transformation looks like for given parameters."""
+
+    kind: str
+    spec: pytree.TreeSpec
+    types: list[torch.dtype | type]
+    needs_graph: bool  # torchopt's `register_hook` takes only gradients that require grad
+
+
+@dataclass(frozen=True)
+class Transformation:
+    """A torchopt transformation as a rule: ``D = -u``, u being what it makes of the gradients of one parameter group.
+
+    Any object with ``init(params)`` and ``update(updates, state, params=, inplace=)`` will do, if it is a pure function
+    whose state keeps its structure; both are tried out. The rate is the transformation's own, so that `lr` is left out
+    (except for the step of a prox) and alpha > 0 needs an `upper_lr`. A parameter without a gradient stays, and so does
+    its state. Derivatives are those of the transformation: torchopt's Adam has NaN at zero gradients, and its
+    `clip_grad_norm` takes the norm as a constant.
+    """
+
+    transformation: Any
+    _forms: dict[Any, _Form] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    name: ClassVar[str] = "Transformation"
+    defaults: ClassVar[Mapping[str, Any]] = _settings(lr=None)
+    elementwise: ClassVar[bool] = False
+
+    def __deepcopy__(self, memo: Any) -> Transformation:
+        return self  # functions have nothing to copy; torchopt's chains fail at it
+
+    def validate(self, settings: Settings) -> None:
+        """Raise where `lr`, the step of a prox, is neither a number nor a tensor."""
+        _PLAIN.validate({key: value for key, value in settings.items() if key != "lr" or value is not None})
+
+    def init(self, params: Sequence[Tensor], settings: Settings) -> RuleState:
+        """Return the leaves of the transformation's state, under the names of its parts."""
+        leaves = pytree.tree_leaves(self.transformation.init(tuple(params)))
+        return {self._form(params).kind: [_detached(leaf) for leaf in leaves]}
+
+    def point(self, params: Sequence[Tensor], state: Any, settings: Settings) -> Sequence[Tensor]:
+        """Return where the gradients are taken: at the parameters themselves."""
+        return params
+
+    def update(
+        self, grads: Sequence[Tensor | None], state: Any, params: Sequence[Tensor], settings: Settings
+    ) -> tuple[list[Move | None], RuleState]:
+        """Return one move per parameter (None: it had no gradient and stays) and the new state."""
+        form = self._form(params)
+        leaves = state.get(form.kind)
+        if leaves is None or len(leaves) != len(form.types):
+            raise ValueError(f"the transformation's state is one of {form.kind}; got one of {', '.join(state)}.")
+        before = [_restored(leaf, kind) for leaf, kind in zip(leaves, form.types, strict=True)]
+        tracked = torch.is_grad_enabled()
+        shown = tuple(grads)
+        if form.needs_graph and not tracked:
+            shown = tuple(None if g is None else g.detach().requires_grad_() for g in grads)
+        with torch.set_grad_enabled(tracked or form.needs_graph):
+            updates, after = self.transformation.update(
+                shown, pytree.tree_unflatten(before, form.spec), params=tuple(params), inplace=False
+            )
+        new = [_kept(*entry) for entry in zip(pytree.tree_leaves(after), before, leaves, strict=True)]
+        moves = [None if g is None or u is None else Move(u, -1.0) for g, u in zip(grads, updates, strict=True)]
+        if not tracked:
+            moves, new = detach((moves, new))
+        return moves, {form.kind: new}
+
+    def _form(self, params: Sequence[Tensor]) -> _Form:
+        key = tuple((p.shape, p.dtype) for p in params)
+        if key not in self._forms:
+            state = self.transformation.init(tuple(params))
+            leaves, spec = pytree.tree_flatten(state)
+            types = [leaf.dtype if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
+            small = tuple(torch.zeros([min(size, 1) for size in shape], dtype=dtype) for shape, dtype in key)
+            with torch.random.fork_rng(devices=[]):
+                needs_graph = self._needs_graph(small)
+            self._forms[key] = _Form("+".join(_parts(state)) or "no state", spec, types, needs_graph)
+        return self._forms[key]
+
+    def _needs_graph(self, params: tuple[Tensor, ...]) -> bool:
+        """Update twice from the same state, and return whether the gradients must require grad.
+
+        torchopt's momentum remembers its first call, and treats that differently: this one is over before it matters.
+        """
+        state = self.transformation.init(params)
+
+        def call(graph: bool) -> Any:
+            torch.manual_seed(0)
+            grads = tuple(torch.ones_like(p).requires_grad_(graph) for p in params)
+            with torch.set_grad_enabled(graph):
+                result = self.transformation.update(grads, state, params=params, inplace=False)
+            return pytree.tree_map(_detached, result)
+
+        needs_graph = False
+        try:
+            first = call(False)
+        except RuntimeError:
+            needs_graph, first = True, call(True)
+        second = call(needs_graph)
+        if pytree.tree_structure(first[1]) != pytree.tree_structure(state):
+            raise ValueError("a transformation's state must keep its structure; got another after an update.")
+        pairs = zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=True)
+        if not all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and not a.isnan().any()):
+            raise ValueError(
+                "a transformation must be a pure function, for a rollout to be replayed; got two results for the same "
+                "arguments, as of torchopt's momentum with dampening. Use `rule=torch.optim.SGD` and its `dampening=`."
+            )
+        return needs_graph
+
+
+def _parts(state: Any) -> list[str]:
+    """The names of the named tuples of a state that hold anything."""
+    if not isinstance(state, tuple | list) or not state:
+        return []
+    own = [type(state).__name__] if hasattr(state, "_fields") else []
+    return own + [part for entry in state for part in _parts(entry)]
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _restored(leaf: Any, kind: torch.dtype | type) -> Any:
+    """Bring a leaf back to its type: loading a state_dict casts counts to the parameters' dtype."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.to(kind) if isinstance(kind, torch.dtype) else kind(leaf)
+
+
+def _kept(leaf: Any, before: Any, given: Any) -> Any:
+    """A leaf of the new state; a number that was given as a tensor stays one.
+
+    torchopt puts None into the state of a parameter without a gradient, and never moves it again: keep what was there.
+    """
+    leaf = before if leaf is None else leaf
+    return leaf if isinstance(leaf, Tensor) or not isinstance(given, Tensor) else torch.full_like(given, leaf)
+
+
+_PLAIN = SGD()

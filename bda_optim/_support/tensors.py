@@ -1,0 +1,47 @@
+"""Questions about tensors."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .tree import tensors
+
+
+def is_differentiable(tensor: Tensor) -> bool:
+    """Whether a tensor's dtype can carry a gradient at all."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is cut up and lies on several ranks."""
+    module = sys.modules.get("torch.distributed.tensor")  # two seconds to import; whoever has a DTensor has done so
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def refuse_sharded(name: str, tensor: Tensor) -> None:
+    """Raise where an inner loop is given a tensor that lies on several ranks."""
+    if is_sharded(tensor):
+        raise TypeError(
+            f"an inner loop cannot compute with a DTensor, of which `fully_shard` makes parameters; got {name}. Use a "
+            "plain copy of the module, `bda_optim.distributed.Averager(module, local=copy)`, or `tensor.full_tensor()`."
+        )
+
+
+def describe(tensor: Tensor) -> str:
+    """Say what a tensor is, for messages: shape, dtype and device."""
+    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    return f"{shape} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+
+
+def layout(tensor: Tensor) -> tuple[Any, ...]:
+    """Return all of a tensor that a compiled program depends on, but its values."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def any_requires_grad(tree: Any) -> bool:
+    """Whether grad mode is on and some tensor of the tree requires grad."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors(tree))
