@@ -30,6 +30,12 @@ def _same_start() -> Iterator[None]:
     torch.set_grad_enabled(grad_enabled)
 
 
+@pytest.fixture
+def doubles(_same_start: None) -> None:
+    """Compute in float64; `_same_start` takes it back."""
+    torch.set_default_dtype(torch.float64)
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """The folder with the complete data sets of the examples; tests on them are skipped where it is not there."""

@@ -1,17 +1,48 @@
-"""What several test files share: the paper's counter-example, and finite differences."""
+"""What several test files share: tensors, a small network, the paper's counter-example, and finite differences."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+import bda_optim as bda
+
+TIGHT = {"rtol": 1e-10, "atol": 1e-13}
+"""Tolerances of two computations of the same number in float64."""
+
+EXACT = [bda.Unroll(), bda.Checkpointed(), bda.Checkpointed(slots=2), bda.ForwardMode()]
+"""An adjoint of each kind that gives the exact derivative."""
+
+exact = pytest.mark.parametrize("adjoint", EXACT, ids=str)
 
 
 def double(*values: Any) -> Tensor:
     """A float64 tensor: of one number a scalar, of several a vector."""
     return torch.tensor(values[0] if len(values) == 1 else values, dtype=torch.float64)
+
+
+def leaf(*values: Any) -> Tensor:
+    """A float64 tensor that requires grad."""
+    return double(*values).requires_grad_()
+
+
+def numbers(*shape: int, seed: int = 1) -> Tensor:
+    """Normal numbers in float64, the same at every call."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def mlp(*sizes: int) -> nn.Sequential:
+    """Two linear layers with tanh between them; by default of 3, 4 and 2 units."""
+    first, hidden, last = sizes or (3, 4, 2)
+    return nn.Sequential(nn.Linear(first, hidden), nn.Tanh(), nn.Linear(hidden, last))
+
+
+START = double(2.0, 2.0)
+"""Where the tests start on the counter-example."""
 
 
 def lower(y: Tensor, x: Tensor, batch: Any = None) -> Tensor:
@@ -21,6 +52,13 @@ def lower(y: Tensor, x: Tensor, batch: Any = None) -> Tensor:
 
 def upper(y: Tensor, x: Tensor, batch: Any = None) -> Tensor:
     return 0.5 * (x - y[1]) ** 2 + 0.5 * (y[0] - 1) ** 2
+
+
+def run(lower: Any = lower, upper: Any = upper, hyper: Any = None, **options: Any) -> bda.Hypergradient:
+    """The hypergradient of the counter-example through three steps of BDA; losses and options may be replaced."""
+    hyper = double(0.3) if hyper is None else hyper
+    defaults = {"params": START, "steps": 3, "lr": 0.2, "upper_lr": 0.7, "alpha": bda.harmonic(0.5)}
+    return bda.hypergradient(lower, upper, hyper=hyper, **{**defaults, **options})
 
 
 def difference_quotients(value: Callable[[], Tensor], leaves: Sequence[Tensor], h: float = 1e-5) -> list[Tensor]:

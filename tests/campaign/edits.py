@@ -59,16 +59,16 @@ EDITS: dict[str, Edit] = {
         "_step/step.py",
         "state = InnerState(state.params, state.rule, buffers)",
         "pass",
-        "tests/test_modules.py -k keeps_the_lower",
+        "tests/test_buffers.py -k keeps_the_lower",
     ),
     "validation leaks into the statistics": Edit(
         "_step/step.py",
         "return f, self.objective(self.upper, points, buffers, hyper, batch)[0], kept",
         "return f, *self.objective(self.upper, points, kept, hyper, batch)",
-        "tests/test_modules.py -k keeps_the_lower",
+        "tests/test_buffers.py -k keeps_the_lower",
     ),
     "a loss that is once differentiable passes": Edit(
-        "_step/step.py", "refuse_once_differentiable([loss])", "pass", "tests/test_modules.py -k once_differentiable"
+        "_step/step.py", "refuse_once_differentiable([loss])", "pass", "tests/test_second_derivatives.py -k once_differentiable"
     ),
     # Adjoints.
     "truncation restarts k": Edit("_adjoints/unroll.py", "hyper, items[cut:])", "hyper, items[: len(items) - cut])"),
@@ -101,10 +101,10 @@ EDITS: dict[str, Edit] = {
         "_adjoints/replay.py",
         "raise RuntimeError(changed_in_place(name, tensor))",
         "pass",
-        "tests/test_rollout.py -k change_in_place",
+        "tests/test_changes_in_place.py -k change_in_place",
     ),
     "a captured tensor passes": Edit(
-        "_adjoints/replay.py", "if id(leaf) not in known:", "if False:", "tests/test_rollout.py -k captured"
+        "_adjoints/replay.py", "if id(leaf) not in known:", "if False:", "tests/test_wrong_use.py -k captured"
     ),
     "total derivative instead of the partial one": Edit(
         "_adjoints/replay.py", "t.view_as(t) if t.requires_grad else t", "t", "tests/test_adjoint.py -k depend_on_each_other"
@@ -187,16 +187,16 @@ EDITS: dict[str, Edit] = {
     # Modules, rollouts, the optimizer.
     "buffers laid without a copy": Edit(
         "_modules/skeleton.py", "place.put(value.detach().clone() if copy else value)", "place.put(value)",
-        "tests/test_modules.py -k keeps_the_lower",
+        "tests/test_buffers.py -k keeps_the_lower",
     ),
     "weight norm as torch has it": Edit(
         "_modules/second_order.py", "twin._modules[name] = _Composed(child.dim)", "pass", "tests/test_functional.py -k weight_norm"
     ),
     "moving singular vectors pass": Edit(
-        "_modules/second_order.py", "map(_Marked.apply, inputs)", "inputs", "tests/test_modules.py -k spectral"
+        "_modules/second_order.py", "map(_Marked.apply, inputs)", "inputs", "tests/test_second_derivatives.py -k spectral"
     ),
     "sparse embeddings stay sparse": Edit(
-        "_modules/second_order.py", 'twin.__dict__["sparse"] = False', "pass", "tests/test_modules.py -k sparse"
+        "_modules/second_order.py", 'twin.__dict__["sparse"] = False', "pass", "tests/test_second_derivatives.py -k sparse"
     ),
     "closures hold the user's module": Edit(
         "_modules/rewire.py",
@@ -212,11 +212,11 @@ EDITS: dict[str, Edit] = {
         "tests/test_modules.py -k attention",
     ),
     "once differentiable operations pass": Edit(
-        "_support/autograd_graph.py", "        if found:\n", "        if False:\n", "tests/test_modules.py -k without_a_second"
+        "_support/autograd_graph.py", "        if found:\n", "        if False:\n", "tests/test_second_derivatives.py -k without_a_second"
     ),
     "a tensor that is hyper and a setting counts half": Edit(
         "_hypergradient.py", "for p in (a, b) if p is not None)", "for p in (a,) if p is not None)",
-        "tests/test_rollout.py -k depend"
+        "tests/test_hyper.py -k depend"
     ),
     "the start is a constant though it is hyper": Edit(
         "_hypergradient.py", "given[place[id(p)]].clone() if id(p) in place else", "p.detach().clone() if id(p) in place else"
@@ -226,14 +226,14 @@ EDITS: dict[str, Edit] = {
     ),
     "commit goes on counting k": Edit(
         "_optimizer.py", '            group["k"] = 0\n', '            group["k"] += 1\n',
-        "tests/test_modules.py -k commit_restarts"
+        "tests/test_buffers.py -k commit_restarts"
     ),
     "commit forgets the rule's state": Edit(
-        "_optimizer.py", "self._store(fmodel._state.rule)", "pass", "tests/test_modules.py -k commit_writes"
+        "_optimizer.py", "self._store(fmodel._state.rule)", "pass", "tests/test_buffers.py -k commit_writes"
     ),
     "own loop cut one step late": Edit("_innerloop.py", "k > self._cut", "k >= self._cut"),
     "own loop counts from 2": Edit("_innerloop.py", "k, state = self.k + 1,", "k, state = self.k + 2,"),
     "divergence passes": Edit(
-        "_rollout/divergence.py", "if all_finite(records, last.params):", "if True:", "tests/test_rollout.py -k finite"
+        "_rollout/divergence.py", "if all_finite(records, last.params):", "if True:", "tests/test_wrong_use.py -k finite"
     ),
 }  # fmt: skip

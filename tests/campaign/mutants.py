@@ -22,6 +22,7 @@ from .edits import EDITS
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "bda_optim"
 PATIENCE = 300  # seconds
+NO_TESTS = (4, 5)  # exit codes of pytest: a file that does not exist, and no test selected
 
 
 class Outcome(NamedTuple):
@@ -53,6 +54,8 @@ def attempt(name: str | None) -> Outcome:
         code = _forked(copy, tests)
         with contextlib.suppress(OSError):
             tail = (copy / "output").read_text(encoding="utf-8").splitlines()[-1:]
+    if code in NO_TESTS:
+        raise RuntimeError(f"{name}: pytest found no test for `{tests}`")
     by = tests or "fuzz"
     return Outcome(code != 0, by + (f" ({tail[0][:80]})" if code and tail else ""), time.perf_counter() - start)
 
@@ -138,8 +141,10 @@ def run(args: argparse.Namespace) -> registry.Result:
 
 
 def smoke() -> registry.Result:
-    """Only whether every mutant can still be made."""
+    """Only whether every mutant can still be made, and whether the files of its tests exist."""
     wrong = [f"{name}: its text occurs {n} times in {EDITS[name].file}" for name, n in occurrences().items() if n != 1]
+    files = {name: edit.tests.split()[0] for name, edit in EDITS.items() if edit.tests}
+    wrong += [f"{name}: there is no {file}" for name, file in files.items() if not (ROOT / file).exists()]
     return {"count": len(EDITS), "caught": "not tried", "failures": wrong}
 
 
