@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,18 +18,36 @@ PAPER = {  # Table 2, MNIST: K -> accuracy in %
 }
 REPORTED = (
     ("accuracy", "Test accuracy of y_K in %", 2),
+    ("lower_only", "Test accuracy in % of K steps on f alone, with the learned x", 2),
     ("f1", "F1 of finding the wrong labels", 4),
     ("retrained", "Test accuracy in % after retraining on the cleaned set", 2),
 )
+CONDUCT = (
+    ("upper", "F(y_K), at the last x", 3),
+    ("iterations", "Upper iterations", 0),
+    ("change", "Change of F over the last 4 iterations in %", 1),
+    ("seconds", "CPU time in s, one seed", 0),
+)
 COLORS = {"RHG": "#0072B2", "T-RHG": "#009E73", "BDA": "#D55E00", "RHG+val": "#777777"}
 STYLE = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
+
+
+def value(cell: Mapping[str, Any], key: str) -> Any:
+    """Return what a run says of itself, or what follows from its curve."""
+    upper = cell["curve"]["upper"]
+    if key == "iterations":  # those that were taken, not those that were allowed
+        return len(upper)
+    if key == "change":
+        window = upper[-5:]
+        return 100 * (window[-1] / window[0] - 1)
+    return cell[key]
 
 
 def rows(results: Mapping[str, Any], key: str) -> dict[str, dict[int, list[Any]]]:
     """Return method -> K -> one value per seed."""
     found: dict[str, dict[int, list[Any]]] = {name: {} for name in COLORS}
     for cell in sorted(results["cells"], key=lambda cell: (cell["steps"], cell["seed"])):
-        found[cell["method"]].setdefault(cell["steps"], []).append(cell[key])
+        found[cell["method"]].setdefault(cell["steps"], []).append(value(cell, key))
     return {name: row for name, row in found.items() if row}
 
 
@@ -49,7 +68,7 @@ def entry(found: Sequence[float], digits: int) -> str:
 def tables(results: Mapping[str, Any]) -> str:
     """Return the tables of the README, in Markdown."""
     lines, steps = [], sorted({cell["steps"] for cell in results["cells"]})
-    for key, title, digits in (*REPORTED, ("seconds", "CPU time in s, one seed", 0)):
+    for key, title, digits in (*REPORTED, *CONDUCT):
         lines += [f"| {title} |" + "".join(f" K = {k} |" for k in steps), "|---|" + "---:|" * len(steps)]
         for name, row in rows(results, key).items():
             lines.append(f"| {name} |" + "".join(f" {entry(row.get(k, []), digits)} |" for k in steps))
@@ -64,11 +83,11 @@ def tables(results: Mapping[str, Any]) -> str:
 
 
 def accuracy_figure(results: Mapping[str, Any]) -> Figure:
-    """Draw the three numbers against K; bars are standard deviations over seeds, dotted lines the paper's."""
+    """Draw the four numbers against K; bars are standard deviations over seeds, dotted lines the paper's."""
     steps = sorted({cell["steps"] for cell in results["cells"]})
     with matplotlib.rc_context(STYLE):
-        fig = Figure(figsize=(14, 4.6), layout="constrained")
-        for ax, (key, title, _) in zip(fig.subplots(1, 3), REPORTED, strict=True):
+        fig = Figure(figsize=(14, 8.4), layout="constrained")
+        for ax, (key, title, _) in zip(fig.subplots(2, 2).flat, REPORTED, strict=True):
             for name, row in rows(results, key).items():
                 means = [statistics.mean(found) for found in row.values()]
                 bars = [statistics.stdev(found) if len(found) > 1 else 0.0 for found in row.values()]
@@ -105,4 +124,32 @@ def weights_figure(results: Mapping[str, Any], steps: int) -> Figure:
         fig.axes[0].set_ylabel("share of the samples")
         fig.legend(*fig.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
         fig.suptitle(f"Weights of right and wrong labels, {results['settings']['dataset']}, K = {steps}")
+    return fig
+
+
+def curves_figure(results: Mapping[str, Any]) -> Figure:
+    """Draw F, the test accuracy of y_K and F1 against upper iterations, of the first seed of each K."""
+    steps = sorted({cell["steps"] for cell in results["cells"]})
+    titles = {"upper": "$F(y_K)$", "accuracy": "test accuracy of $y_K$, %", "f1": "F1"}
+    with matplotlib.rc_context(STYLE):
+        fig = Figure(figsize=(3.2 * len(steps) + 1, 8.4), layout="constrained")
+        axes = fig.subplots(3, len(steps), sharex="col", sharey="row", squeeze=False)
+        curves, best = rows(results, "curve"), max(cell["accuracy"] for cell in results["cells"])
+        for (line, (key, title)), (column, k) in itertools.product(enumerate(titles.items()), enumerate(steps)):
+            ax = axes[line][column]
+            for name in [name for name in curves if k in curves[name]]:
+                points = curves[name][k][0][key]
+                ax.plot(range(len(points)), points, color=COLORS[name], label=name)
+            ax.grid(color="#e6e6e6")
+            if column == 0:
+                ax.set_ylabel(title)
+        for ax, k in zip(axes[0], steps, strict=True):
+            ax.set_title(f"K = {k}", fontsize=11)
+            ax.set_yscale("log")
+        for ax in axes[1]:
+            ax.set_ylim(best - 6, best + 0.5)
+        for ax in axes[2]:
+            ax.set_ylim(0.85, 1)
+            ax.set_xlabel("upper iterations")
+        fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return fig

@@ -8,9 +8,12 @@ random numbers from generators that are in it.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
+import platform
 import secrets
+import subprocess
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -48,6 +51,29 @@ def device(name: str) -> torch.device:
 def shorten(error: BaseException) -> str:
     """Return the beginning of a message: torch's run to thousands of characters."""
     return textwrap.shorten(str(error), 120, placeholder=" ...").rstrip(".")
+
+
+def wait_while_paused(seconds: float = 2.0) -> None:
+    """Wait while there is a file ``PAUSE`` in the current folder: so that something else can be timed meanwhile."""
+    while Path("PAUSE").exists():
+        time.sleep(seconds)
+
+
+def provenance() -> dict[str, Any]:
+    """Return when and with what a result was made: the date, the commit (with + if files differ), the versions."""
+    folder = Path(__file__).parent
+    commit = None
+    try:
+        answers = [
+            subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        ]
+        commit = answers[0] + ("+" if answers[1] else "")
+    except (OSError, subprocess.CalledProcessError):  # no git, or not a clone
+        pass
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "threads": torch.get_num_threads()}
+    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return {"date": date, "commit": commit, "versions": versions}
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

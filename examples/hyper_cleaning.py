@@ -4,18 +4,20 @@ r"""Data hyper-cleaning, the paper's Table 2: find wrong labels by learning one 
     where y minimises  f(x, y) = mean over training of sigmoid(x_i) * cross-entropy_i(y)
 
 y are the weights of a softmax regression. Half of the training labels are replaced by wrong ones, the validation labels
-are right. K steps on f start at y0 = 0, and Adam descends on x. A sample with a weight below 1/2 counts as wrong.
+are right. K steps on f start at y0 = 0, and Adam descends on x until F changes by less than 1 % over 4 iterations, or
+for 32 iterations. A sample with a weight below 1/2 counts as wrong.
 
 - RHG unrolls f alone. T-RHG does the same and differentiates the last 25 steps only.
 - BDA takes part of the upper direction into the steps, alpha_k = c / k, so its y_K has seen the validation labels.
 - RHG+val is the control for that: RHG, with the validation samples in f too, at weight 1.
 
-Three numbers are reported: the accuracy of y_K on the test data, as in the paper; the F1 score of finding the wrong
-labels; and the test accuracy of a fresh model that was trained on the samples that were kept, and on nothing else. The
-last two do not depend on what y_K itself has seen.
+Four numbers are reported: the accuracy of y_K on the test data, as in the paper; that of y_K after K steps on f alone
+with the learned x ("lower only"); the F1 score of finding the wrong labels; and the test accuracy of a fresh model that
+was trained on the samples that were kept, and on nothing else. In the last three y has seen no validation label.
 
     python examples/hyper_cleaning.py                                             (scikit-learn's digits, a minute)
-    python examples/hyper_cleaning.py --data DIR --dataset mnist --steps 50 100 200 400 800 --seeds 0 1 2
+    python examples/hyper_cleaning.py --data DIR --dataset mnist --steps 50 100 200 --seeds 3 4 5
+    python examples/hyper_cleaning.py --data DIR --dataset mnist --steps 400 800 --seeds 3 --iterations 16 --resume
 
 The paper writes f and F with sums and gives no rates; here they are means, with the rates below.
 
@@ -26,18 +28,17 @@ Lower-Level Singleton", ICML 2020: section on hyper-parameter optimization.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import _data
 import torch
 import torch.nn.functional as F
-from _cleaning_report import accuracy_figure, tables, weights_figure
-from _run import Checkpoint, arguments, write_json
+from _cleaning_data import SCALE, Data, Part, load, split
+from _cleaning_report import accuracy_figure, curves_figure, tables, weights_figure
+from _run import Checkpoint, arguments, provenance, wait_while_paused, write_json
 from torch import Tensor
 from tqdm import tqdm
 
@@ -46,13 +47,10 @@ import bda_optim as bda
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 PER_CLASS = {"mnist": 700, "fashion_mnist": 700, "digits": 40}  # in training, and as many in validation; the rest: test
-SCALE = {
-    "mnist": 1.0,
-    "fashion_mnist": 0.5,
-    "digits": 1.0,
-}  # of pixels from 0 to 1: so one rate suits all sets, see load
 STEPS = (50, 100, 200, 400, 800)  # K
-ITERATIONS = 4  # of Adam on x, the same for all methods
+ITERATIONS = 32  # of Adam on x, at most; the same for all methods
+WINDOW = 4  # iterations, over which F has to change ...
+TOLERANCE = 0.01  # ... by less than this part of it, for x to count as converged
 DECAY = 1e-4  # lambda
 RETRAIN = 200  # steps on the cleaned set
 RETRAIN_LR = 2.0
@@ -62,10 +60,10 @@ BINS = 20  # of the histograms of weights
 
 
 class Method(NamedTuple):
-    """What tells the methods apart, and the rates of each, which hyper_cleaning_choice.py chose."""
+    """What tells the methods apart, and the rates, which hyper_cleaning_choice.py chose."""
 
-    lower_lr: float  # s_l
-    x_lr: float  # of Adam on x
+    lower_lr: float = 2.0  # s_l
+    x_lr: float = 1.0  # of Adam on x
     c: float = 0.0  # of alpha_k = c / k, clipped below 1
     upper_lr: float = 1.0  # s_u, the rate of the upper direction inside the lower steps
     last: int | None = None  # steps that are differentiated; None: all
@@ -73,62 +71,11 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "RHG": Method(lower_lr=4.0, x_lr=2.0),
-    "T-RHG": Method(lower_lr=4.0, x_lr=1.0, last=25),
-    "BDA": Method(lower_lr=2.0, x_lr=1.0, c=40.0, upper_lr=4.0),
-    "RHG+val": Method(lower_lr=4.0, x_lr=1.0, validation_in_lower=True),
+    "RHG": Method(),
+    "T-RHG": Method(last=25),
+    "BDA": Method(c=10.0, upper_lr=2.0),
+    "RHG+val": Method(validation_in_lower=True),
 }
-
-# --- the data ---------------------------------------------------------------------------------------------------------
-
-
-class Part(NamedTuple):
-    """Images (n, pixels) and labels."""
-
-    images: Tensor
-    labels: Tensor
-
-
-class Data(NamedTuple):
-    """The three parts, and which training labels are wrong."""
-
-    train: Part
-    val: Part
-    test: Part
-    wrong: Tensor
-
-
-def load(name: str, root: Path | None) -> Part:
-    if name == "digits":
-        images, labels = _data.digits()
-    else:
-        assert root is not None
-        train_images, train_labels, test_images, test_labels = getattr(_data, name)(root)
-        images, labels = torch.cat((train_images, test_images)), torch.cat((train_labels, test_labels))
-    # The largest eigenvalue of the covariance bounds the rates: 5.4 for MNIST, 20 for unscaled FashionMNIST.
-    return Part(images.flatten(1).float() / images.max() * SCALE[name], labels)
-
-
-def split(whole: Part, per_class: int, seed: int, device: torch.device) -> Data:
-    """Draw class-balanced training and validation sets, and replace half of the training labels by wrong ones."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(whole.labels), generator=generator)
-    by_class = [order[whole.labels[order] == label] for label in range(10)]
-    bounds = (0, per_class, 2 * per_class, len(order))
-    train, val, test = (
-        Part(whole.images[chosen], whole.labels[chosen])
-        for low, high in itertools.pairwise(bounds)
-        for chosen in [torch.cat([samples[low:high] for samples in by_class])]
-    )
-    size = len(train.labels)
-    wrong = torch.zeros(size, dtype=torch.bool)
-    wrong[torch.randperm(size, generator=generator)[: size // 2]] = True
-    shift = torch.randint(1, 10, (size,), generator=generator)  # never 0 mod 10: another class for certain
-    train = train._replace(labels=torch.where(wrong, (train.labels + shift) % 10, train.labels))
-    mean = train.images.mean(0)  # without it the largest eigenvalue of the Hessian is ten times as large
-    parts = (Part((part.images - mean).to(device), part.labels.to(device)) for part in (train, val, test))
-    return Data(*parts, wrong.to(device))
-
 
 # --- the problem ------------------------------------------------------------------------------------------------------
 
@@ -155,7 +102,7 @@ class Problem:
     """f, F and the K lower steps of one method."""
 
     def __init__(self, data: Data, method: Method, steps: int, recorded: int = RECORDED) -> None:
-        self.data, self.method, self.steps = data, method, steps
+        self.data, self.method, self.steps, self.recorded = data, method, steps, recorded
         self.model = regression(data)
         alpha = bda.harmonic(method.c) if method.c else 0.0
         rates = {"lr": method.lower_lr, "upper_lr": method.upper_lr}
@@ -176,11 +123,17 @@ class Problem:
         """Return the model with y_K(x) inside."""
         return self.inner.unroll(self.model, self.lower, self.upper, hyper=x, steps=self.steps, adjoint=self.adjoint)
 
-    def hypergradient(self, x: Tensor) -> float:
-        """Fill x.grad, and return F(y_K(x))."""
-        value = self.upper(self.rollout(x), x)
+    def hypergradient(self, x: Tensor) -> tuple[float, torch.nn.Module]:
+        """Fill x.grad, and return F(y_K(x)) and the model with y_K(x) inside."""
+        net = self.rollout(x)
+        value = self.upper(net, x)
         value.backward()
-        return value.item()
+        return value.item(), net
+
+    def lower_only(self) -> Problem:
+        """Return the same problem with K steps on f alone: no validation label is seen by y."""
+        method = self.method._replace(c=0.0, validation_in_lower=False)
+        return Problem(self.data, method, self.steps, self.recorded)
 
 
 def train(data: Data, weights: Tensor, steps: int) -> torch.nn.Module:
@@ -217,9 +170,11 @@ def report(problem: Problem, x: Tensor, retrain: int) -> dict[str, Any]:
     with torch.no_grad():
         net = problem.rollout(x)
         upper = problem.upper(net, x).item()
+        lower_only = problem.lower_only().rollout(x)
     weights = torch.sigmoid(x.detach())
     return {
         "accuracy": accuracy(net, data.test),
+        "lower_only": accuracy(lower_only, data.test),
         "f1": f1_score(found, data.wrong),
         "retrained": accuracy(train(data, (~found).float(), retrain), data.test),
         "upper": upper,
@@ -238,22 +193,37 @@ def references(data: Data, retrain: int) -> dict[str, float]:
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
+def converged(upper: Sequence[float]) -> bool:
+    """Whether F changed by less than 1 % over the last 4 iterations."""
+    return len(upper) > WINDOW and abs(upper[-1 - WINDOW] - upper[-1]) < TOLERANCE * abs(upper[-1])
+
+
 def solve(
     problem: Problem, checkpoint: Checkpoint, iterations: int, retrain: int, tick: Callable[[int], Any]
 ) -> dict[str, Any]:
-    """Run Adam on x, from x = 0, with a checkpoint after every upper iteration; return the last, which has a report."""
-    x = torch.zeros(problem.data.wrong.shape, device=problem.data.wrong.device, requires_grad=True)
+    """Run Adam on x, from x = 0, with a checkpoint after every upper iteration; return the last, which has a report.
+
+    The curve has F(y_K), the test accuracy of y_K and F1 before each iteration. The test data take no part in anything
+    else: not in the stopping rule, nor in what is kept.
+    """
+    data = problem.data
+    x = torch.zeros(data.wrong.shape, device=data.wrong.device, requires_grad=True)
     outer = torch.optim.Adam([x], lr=problem.method.x_lr)
-    state = checkpoint.load() or {"curve": [], "seconds": 0.0}
-    if state["curve"]:
+    state = checkpoint.load() or {"curve": {"upper": [], "accuracy": [], "f1": []}, "seconds": 0.0}
+    curve = state["curve"]
+    if curve["upper"]:
         x.data.copy_(state["x"])
         outer.load_state_dict(state["adam"])
-    tick(len(state["curve"]))
+    tick(len(curve["upper"]))
     start = time.process_time() - state["seconds"]
     while "report" not in state:
-        if len(state["curve"]) < iterations:
+        wait_while_paused()
+        if len(curve["upper"]) < iterations and not converged(curve["upper"]):
             outer.zero_grad()
-            state["curve"].append(problem.hypergradient(x))
+            value, net = problem.hypergradient(x)
+            curve["upper"].append(value)
+            curve["accuracy"].append(round(accuracy(net, data.test), 4))
+            curve["f1"].append(round(f1_score(x < 0, data.wrong), 5))
             outer.step()
             tick(1)
         else:
@@ -268,16 +238,18 @@ def finished(folder: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     cells = []
     for path in sorted(folder.glob("*-*-*.pt")):
         found = torch.load(path, weights_only=True)
-        which = {key: found["settings"].get(key) for key in ("method", "steps", "seed")}
+        which = {key: found["settings"].get(key) for key in ("method", "steps", "seed", "iterations")}
         state = found["state"]
         if found["settings"] == identity(settings, **which) and "report" in state:
-            cells.append({**which, **state["report"], "curve": state["curve"], "seconds": round(state["seconds"], 1)})
+            time_taken = {"seconds": round(state["seconds"], 1)}
+            cells.append({**which, **state["report"], "curve": state["curve"], **time_taken})
     return cells
 
 
-def identity(settings: Mapping[str, Any], method: str, steps: int, seed: int) -> dict[str, Any]:
+def identity(settings: Mapping[str, Any], method: str, steps: int, seed: int, iterations: int) -> dict[str, Any]:
     """Return all that the numbers of a run depend on."""
-    return {**settings, "method": method, "steps": steps, "seed": seed, **METHODS[method]._asdict()}
+    which = {"method": method, "steps": steps, "seed": seed, "iterations": iterations}
+    return {**settings, **which, **METHODS[method]._asdict()}
 
 
 def run(args: argparse.Namespace, dataset: str, whole: Part) -> dict[str, Any]:
@@ -286,7 +258,8 @@ def run(args: argparse.Namespace, dataset: str, whole: Part) -> dict[str, Any]:
         "dataset": dataset,
         "per_class": PER_CLASS[dataset],
         "scale": SCALE[dataset],
-        "iterations": args.iterations,
+        "window": WINDOW,
+        "tolerance": TOLERANCE,
         "retrain": args.retrain,
         "retrain_lr": RETRAIN_LR,
         "recorded": args.recorded,
@@ -299,7 +272,8 @@ def run(args: argparse.Namespace, dataset: str, whole: Part) -> dict[str, Any]:
             for steps, name in itertools.product(args.steps, args.methods):
                 which = {"method": name, "steps": steps, "seed": seed}
                 bar.set_postfix(which)
-                path, what = folder / f"{name}-{steps}-{seed}.pt", identity(settings, **which)
+                path = folder / f"{name}-{steps}-{seed}.pt"
+                what = identity(settings, **which, iterations=args.iterations)
                 checkpoint = Checkpoint(path, what, resume=args.resume)
                 problem = Problem(data, METHODS[name], steps, args.recorded)
                 solve(problem, checkpoint, args.iterations, args.retrain, bar.update)
@@ -311,8 +285,7 @@ def run(args: argparse.Namespace, dataset: str, whole: Part) -> dict[str, Any]:
     if not args.resume:
         cells = [cell for cell in cells if (cell["seed"], cell["steps"], cell["method"]) in asked]
     methods = {name: METHODS[name]._asdict() for name in dict.fromkeys(cell["method"] for cell in cells)}
-    today = datetime.date.today().isoformat()
-    return {"settings": settings, "methods": methods, "date": today, "cells": cells, "plain": plain}
+    return {"settings": settings, "methods": methods, **provenance(), "cells": cells, "plain": plain}
 
 
 # --- what the command does --------------------------------------------------------------------------------------------
@@ -328,7 +301,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dataset", choices=("mnist", "fashion_mnist"), help="which one of --data; without it: mnist")
     parser.add_argument("--steps", type=int, nargs="+", default=list(STEPS), metavar="K", help="lower steps")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="which ones to run")
-    parser.add_argument("--iterations", type=int, default=ITERATIONS, help="upper iterations")
+    parser.add_argument("--iterations", type=int, default=ITERATIONS, help="upper iterations, at most")
     parser.add_argument("--retrain", type=int, default=RETRAIN, help="steps of the training on the cleaned set")
     parser.add_argument("--recorded", type=int, default=RECORDED, metavar="K", help="beyond: less memory, more time")
     if parser.parse_known_args()[0].smoke:
@@ -350,7 +323,8 @@ def main() -> None:
     shown = 200 if 200 in args.steps else args.steps[-1]
     accuracy_figure(results).savefig(args.out / f"{dataset}_accuracy.png", dpi=120)
     weights_figure(results, shown).savefig(args.out / f"{dataset}_weights.png", dpi=120)
-    print(f"\n{tables(results)}\n\nWritten: {args.out / dataset}.json, _accuracy.png and _weights.png")
+    curves_figure(results).savefig(args.out / f"{dataset}_curves.png", dpi=120)
+    print(f"\n{tables(results)}\n\nWritten: {args.out / dataset}.json, _accuracy.png, _weights.png and _curves.png")
 
 
 if __name__ == "__main__":

@@ -109,7 +109,8 @@ def test_hypergradient(example: ModuleType, small: Any, name: str) -> None:
     assert isinstance(checkpointed.adjoint, example.bda.Checkpointed)
     recorded.hypergradient(x)
     grad, x.grad = x.grad, None
-    value = checkpointed.hypergradient(x)
+    value, net = checkpointed.hypergradient(x)
+    assert checkpointed.upper(net, x).item() == value
     torch.testing.assert_close(x.grad, grad, rtol=1e-10, atol=0)
     direction, step = torch.randn_like(x), 1e-5
     with torch.no_grad():
@@ -163,7 +164,9 @@ def test_cleaning_helps(example: ModuleType, tmp_path: Path) -> None:
     for cell in results["cells"]:
         assert cell["f1"] > 0.9
         assert cell["retrained"] > results["plain"][0]["all labels"] + 3
-        assert cell["curve"][0] > cell["curve"][-1] > cell["upper"]
+        assert cell["curve"]["upper"][0] > cell["curve"]["upper"][-1] > cell["upper"]
+        assert cell["curve"]["f1"][0] == 0 and cell["curve"]["f1"][-1] > 0.9  # at x = 0 no sample counts as wrong
+        assert (cell["lower_only"] == cell["accuracy"]) == (cell["method"] == "RHG")
         assert sum(cell["weights"]["wrong"]) == sum(cell["weights"]["right"]) == 200
 
 
@@ -191,7 +194,7 @@ def test_smoke(example: ModuleType, tmp_path: Path) -> None:
     assert len(results["cells"]) == 2 * 2 * 2 and {cell["steps"] for cell in results["cells"]} == {2, 40}
     assert example.tables(results) in done.stdout
     assert "| BDA |" in done.stdout and " ± " in done.stdout
-    for name in ("digits_accuracy.png", "digits_weights.png"):
+    for name in ("digits_accuracy.png", "digits_weights.png", "digits_curves.png"):
         png = (tmp_path / name).read_bytes()
         assert png.startswith(b"\x89PNG\r\n") and len(png) > 20_000
 
@@ -241,7 +244,7 @@ def test_killed_and_resumed(example: ModuleType, tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    done = len(torch.load(second, weights_only=True)["state"]["curve"])
+    done = len(torch.load(second, weights_only=True)["state"]["curve"]["upper"])
     assert 1 <= done < 12  # in the middle
     before = (tmp_path / "killed" / "digits" / "BDA-30-0.pt").stat().st_mtime_ns
 
@@ -285,6 +288,18 @@ def test_memory_at_800_steps() -> None:
     assert 0 < float(done.stdout) < 300
 
 
+def test_the_stopping_rule(example: ModuleType, small: Any, tmp_path: Path) -> None:
+    """F has to change by less than 1 % over four iterations, in either direction; not fewer than five are compared."""
+    assert not example.converged([1.0, 1.0, 1.0, 1.0])
+    assert example.converged([2.0, 1.0, 0.9, 0.95, 0.99, 1.001])
+    assert not example.converged([1.02, 1.0, 1.0, 1.0, 1.0])
+    assert not example.converged([0.98, 1.0, 1.0, 1.0, 1.0])
+    problem = example.Problem(small, example.Method(x_lr=1e-9), 2)  # x hardly moves: F is constant from the start
+    checkpoint = example.Checkpoint(tmp_path / "run.pt", {}, resume=False)
+    state = example.solve(problem, checkpoint, 32, 1, lambda count: None)
+    assert len(state["curve"]["upper"]) == example.WINDOW + 1
+
+
 # --- the choice of the rates ------------------------------------------------------------------------------------------
 
 
@@ -312,19 +327,28 @@ def test_choice_smoke(choice: ModuleType, tmp_path: Path) -> None:
     for name, found in results["methods"].items():
         best = max(found["tried"], key=lambda row: row["held_out"][0])
         assert {key: best[key] for key in found["chosen"]} == found["chosen"]
-        assert len(found["tried"]) == {"BDA": 9}.get(name, 4)
+        assert len(found["tried"]) == len(choice.STAGES[name])
+    rates = [{found["chosen"][key] for found in results["methods"].values()} for key in ("lower_lr", "x_lr")]
+    assert [len(values) for values in rates] == [1, 1]  # one rate for all methods
 
 
-def test_the_rates_are_those_that_were_chosen(choice: ModuleType, example: ModuleType) -> None:
-    results = json.loads((ROOT / "examples" / "results" / "choice_hyper_cleaning_mnist.json").read_text())
+RESULTS = sorted((ROOT / "examples" / "results").glob("hyper_cleaning_*.json"))
+CHOICES = sorted((ROOT / "examples" / "results").glob("choice_hyper_cleaning_*.json"))
+
+
+@pytest.mark.parametrize("path", CHOICES, ids=lambda path: path.stem)
+def test_the_rates_are_those_that_were_chosen(choice: ModuleType, example: ModuleType, path: Path) -> None:
+    results = json.loads(path.read_text())
     for name, found in results["methods"].items():
         assert example.METHODS[name]._asdict() == found["chosen"]
+    for method in example.METHODS.values():
+        assert (method.lower_lr, method.x_lr) == (example.METHODS["RHG"].lower_lr, example.METHODS["RHG"].x_lr)
     assert choice.table(results) in (ROOT / "examples" / "README.md").read_text("utf-8")
+    reported = {cell["seed"] for path in RESULTS for cell in json.loads(path.read_text())["cells"]}
+    assert not reported & set(results["settings"]["seeds"])
 
 
 # --- the results in the README ----------------------------------------------------------------------------------------
-
-RESULTS = sorted((ROOT / "examples" / "results").glob("hyper_cleaning_*.json"))
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
