@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import difference_quotients, double, lower, relative_error, upper
+from problems import difference_quotients, double, leaf, lower, relative_error, upper
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -39,10 +39,6 @@ EXACT = [
 REPLAYING = [bda.Checkpointed(), bda.Checkpointed(every=2), bda.Checkpointed(slots=1), bda.Checkpointed(slots=3)]
 exact = pytest.mark.parametrize("adjoint", EXACT, ids=str)
 replaying = pytest.mark.parametrize("adjoint", REPLAYING, ids=str)
-
-
-def leaf(*values: float) -> Tensor:
-    return double(*values).requires_grad_()
 
 
 def affine(y: Tensor, hyper: tuple[Tensor, ...], k: int) -> tuple[Tensor, int]:

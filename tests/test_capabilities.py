@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from problems import difference_quotients, double, relative_error
+from problems import difference_quotients, double, leaf, relative_error
 from torch import Tensor, nn, optim
 from torch.func import functional_call
 
@@ -84,10 +84,6 @@ class Upper(NamedTuple):
     settings: dict[str, Any] = {}  # noqa: RUF012
     start: dict[str, Tensor] | None = None
     batches: Callable[[], Any] = lambda: None
-
-
-def leaf(*values: Any) -> Tensor:
-    return double(*values).requires_grad_()
 
 
 def per_element(scale: float) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -13,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import problems
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,8 +31,7 @@ STEPS = 5
 
 
 @pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
+def _attention_with_a_second_derivative(doubles: None) -> Iterator[None]:
     with sdpa_kernel(SDPBackend.MATH):  # without which higher has no second derivative of attention
         yield
 
@@ -61,10 +62,7 @@ def conv() -> nn.Module:
     )
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-
-
+mlp = functools.partial(problems.mlp, 4, 6, 2)
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (7, 4)),
     "conv": (conv, (7, 1, 6, 6)),

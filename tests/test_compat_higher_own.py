@@ -23,11 +23,7 @@ import bda_optim.compat.higher as higher
 from bda_optim.compat.higher.optim import DifferentiableAdam, DifferentiableOptimizer, DifferentiableSGD
 
 O = torch.optim  # noqa: E741
-
-
-@pytest.fixture(autouse=True)
-def _double() -> None:
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 class Net(nn.Module):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import scripts
 import torch
+from problems import mlp
 from torch import Tensor, nn, optim
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -94,17 +95,13 @@ class Attentive(nn.Module):
         return self.head(self.layer(x.reshape(len(x), 3, 4)).mean(1))
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 2))
-
-
 def convolutional() -> nn.Module:
     conv = nn.Conv2d(1, 3, 2, bias=False)
     return nn.Sequential(nn.Unflatten(1, (1, 3, 4)), conv, nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(18, 2))
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": mlp,
+    "mlp": lambda: mlp(12, 6, 2),
     "conv_batchnorm": convolutional,
     "lstm": Recurrent,
     "transformer": Attentive,

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch._inductor
 import torch.nn.functional as F
+from problems import lower, mlp, upper
 from torch import Tensor, nn
 
 import bda_optim as bda
@@ -49,18 +50,10 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return built
 
 
-def lower_ce(y: Tensor, x: Tensor, batch: Any) -> Tensor:
-    return 0.5 * y[0] ** 2 - x * y[0]
-
-
-def upper_ce(y: Tensor, x: Tensor, batch: Any) -> Tensor:
-    return 0.5 * (x - y[1]) ** 2 + 0.5 * (y[0] - 1) ** 2
-
-
 def counterexample(steps: int = 9, **options: Any) -> bda.Hypergradient:
     settings = {"lr": 0.2, "upper_lr": 0.7, "alpha": bda.harmonic(0.5), **options}
     y0, x = torch.tensor([2.0, 2.0], dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64)
-    return bda.hypergradient(lower_ce, upper_ce, y0, x, steps=steps, **settings)
+    return bda.hypergradient(lower, upper, y0, x, steps=steps, **settings)
 
 
 class Encoder(nn.Module):
@@ -70,10 +63,6 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.layer(x).mean(1))
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def conv() -> nn.Module:
@@ -140,11 +129,11 @@ def test_biased_adjoints_are_as_biased(adjoint: Any, traced: list[int]) -> None:
 @pytest.mark.parametrize(
     ("make", "shape", "options"),
     [
-        pytest.param(mlp, (4,), {}, id="mlp"),
-        pytest.param(mlp, (4,), {"rule": torch.optim.Adam}, id="adam"),
-        pytest.param(mlp, (4,), {"rule": bda.FISTA, "prox": bda.prox.l1(0.01)}, id="fista"),
-        pytest.param(mlp, (4,), {"prox": bda.prox.group_lasso(0.01), "tasks": 3}, id="tasks-prox"),
-        pytest.param(mlp, (4,), {"rule": torch.optim.Adafactor, "tasks": 3}, id="tasks-adafactor"),
+        pytest.param(lambda: mlp(4, 8, 3), (4,), {}, id="mlp"),
+        pytest.param(lambda: mlp(4, 8, 3), (4,), {"rule": torch.optim.Adam}, id="adam"),
+        pytest.param(lambda: mlp(4, 8, 3), (4,), {"rule": bda.FISTA, "prox": bda.prox.l1(0.01)}, id="fista"),
+        pytest.param(lambda: mlp(4, 8, 3), (4,), {"prox": bda.prox.group_lasso(0.01), "tasks": 3}, id="tasks-prox"),
+        pytest.param(lambda: mlp(4, 8, 3), (4,), {"rule": torch.optim.Adafactor, "tasks": 3}, id="tasks-adafactor"),
         pytest.param(conv, (1, 6, 6), {"tasks": 2}, id="tasks-conv"),
     ],
 )
@@ -170,10 +159,8 @@ def test_learnable_settings(traced: list[int]) -> None:
         y0 = torch.tensor([2.0, 2.0], dtype=torch.float64, requires_grad=True)
         found = []
         for chosen in (bda.harmonic(c), alpha):
-            y = bda.rollout(lower_ce, upper_ce, y0, torch.ones(()), steps=7, lr=lr, alpha=chosen, compile=compile)
-            found += torch.autograd.grad(
-                upper_ce(y, torch.ones(()), None), [y0, lr, c if chosen is not alpha else alpha]
-            )
+            y = bda.rollout(lower, upper, y0, torch.ones(()), steps=7, lr=lr, alpha=chosen, compile=compile)
+            found += torch.autograd.grad(upper(y, torch.ones(()), None), [y0, lr, c if chosen is not alpha else alpha])
         return found
 
     close(run(True), run(False))
@@ -313,15 +300,15 @@ def test_second_derivative_of_a_compiled_hypergradient(traced: list[int]) -> Non
 
 def test_no_grad_and_meta(traced: list[int]) -> None:
     with torch.no_grad():
-        want = bda.rollout(lower_ce, upper_ce, torch.ones(2), torch.ones(()), steps=9, lr=0.1, alpha=0.3)
-        got = bda.rollout(lower_ce, upper_ce, torch.ones(2), torch.ones(()), steps=9, lr=0.1, alpha=0.3, compile=True)
+        want = bda.rollout(lower, upper, torch.ones(2), torch.ones(()), steps=9, lr=0.1, alpha=0.3)
+        got = bda.rollout(lower, upper, torch.ones(2), torch.ones(()), steps=9, lr=0.1, alpha=0.3, compile=True)
     assert not got.requires_grad and torch.allclose(got, want)
     y0, x = torch.ones(2, device="meta"), torch.ones((), device="meta")
-    assert bda.rollout(lower_ce, None, y0, x, steps=3, lr=0.1, compile=True).is_meta
+    assert bda.rollout(lower, None, y0, x, steps=3, lr=0.1, compile=True).is_meta
 
 
 def test_commit_after_a_compiled_rollout_keeps_plain_counts(traced: list[int]) -> None:
-    model = mlp().double()
+    model = mlp(4, 8, 3).double()
     inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.01, rule=torch.optim.Adam)
     data = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
     hyper = torch.zeros(6, dtype=torch.float64)
@@ -386,7 +373,7 @@ def test_engines_go_with_their_loss(traced: list[int]) -> None:
     def problem() -> weakref.ref[Any]:
         scope: dict[str, Any] = {}
         exec("def lower(y, x, b):\n    return ((y - x) ** 2).sum()", scope)
-        args = (scope["lower"], upper_ce, torch.zeros(2, dtype=torch.float64), torch.ones((), dtype=torch.float64))
+        args = (scope["lower"], upper, torch.zeros(2, dtype=torch.float64), torch.ones((), dtype=torch.float64))
         bda.hypergradient(*args, steps=3, lr=0.1, compile=True)
         return weakref.ref(next(iter(cache._engines[scope["lower"].__code__].values())))
 

@@ -5,32 +5,19 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from problems import TIGHT, mlp, numbers
 from torch import Tensor, nn, optim
 
 import bda_optim as bda
 from bda_optim._support.types import Move
 
 K = 4
-TIGHT = {"rtol": 1e-10, "atol": 1e-13}
-
-
-@pytest.fixture(autouse=True)
-def _doubles(_same_start: None) -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-
-
-def numbers(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 def lower(net: Any, hyper: Any = None, batch: Any = None) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from problems import mlp, numbers
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler, swa_utils
 
@@ -18,20 +19,7 @@ import bda_optim as bda
 from bda_optim._support.types import Move
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-
-
-@pytest.fixture(autouse=True)
-def _doubles(_same_start: None) -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-
-
-def numbers(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 def lower(net: Any, hyper: Any = None, batch: Any = None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +23,7 @@ from bda_optim._support.types import Move, Rule
 SWITCHES = {"foreach", "fused", "capturable", "differentiable"}
 RENAMED = {"alpha": "rule_alpha"}
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
+pytestmark = pytest.mark.usefixtures("doubles")  # torch.optim keeps some scalars of its state in the default dtype
 Loss = Callable[[Sequence[Tensor], Tensor, int], Tensor]
 
 
@@ -108,13 +109,6 @@ CASES = [
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_rule = pytest.mark.parametrize("rule", [*_RULES.values(), FISTA()], ids=lambda rule: rule.name)
-
-
-@pytest.fixture(autouse=True)
-def _doubles(_same_start: None) -> Iterator[None]:
-    """torch.optim keeps some scalars of its state in the default dtype."""
-    torch.set_default_dtype(torch.float64)
-    yield
 
 
 def start() -> list[Tensor]:

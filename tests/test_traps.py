@@ -7,11 +7,11 @@
 - torch 3: `torch.func.grad` refuses old-style functions and BatchNorm:
     test_modules.py::test_hypergradient_by_finite_differences
 - torch 4: validation data leaks into running statistics:
-    test_modules.py::test_a_rollout_keeps_the_lower_losses_updates_of_buffers_only
+    test_buffers.py::test_a_rollout_keeps_the_lower_losses_updates_of_buffers_only
 - torch 4: recomputation updates buffers a second time:
     test_adjoint.py::test_buffers_are_updated_once_a_step
 - torch 5: a captured tensor gets no gradient through a Function:
-    test_rollout.py::test_a_captured_tensor_must_be_in_hyper
+    test_wrong_use.py::test_a_captured_tensor_must_be_in_hyper
 - torch 5: in whatever step it is captured:
     test_adjoint.py::test_a_captured_tensor_is_found_in_whatever_step
 - torch 6: compiled steps may be wrong:
@@ -23,7 +23,7 @@
 - torch 8: Adam at a zero second moment:
     test_rules.py::test_derivatives_are_finite_where_gradients_vanish
 - torch 9: a checkpoint inside the module recomputes with other parameters:
-    test_modules.py::test_a_checkpoint_that_would_recompute_with_other_parameters_is_refused
+    test_activation_checkpoints.py::test_a_checkpoint_that_would_recompute_with_other_parameters_is_refused
 - torch 10: functional_call is not thread-safe:
     test_modules.py::test_four_threads_may_unroll_one_module_at_once
 - torch 10: it leaves its tensors where a sub-module has two names:
@@ -33,7 +33,7 @@
 - torch 12: attention has no second derivative:
     test_modules.py::test_unroll_equals_a_loop_of_functional_calls
 - torch 12: EmbeddingBag, cdist, pdist and ctc_loss have none at all:
-    test_modules.py::test_without_a_second_derivative_there_is_a_clear_error_and_first_order_works
+    test_second_derivatives.py::test_without_a_second_derivative_there_is_a_clear_error_and_first_order_works
 - torch 12: cuDNN's RNNs have none either:
     test_traps.py::test_recurrent_layers_run_without_cudnn
 - torch 13: in-place errors of `differentiable=True`:
@@ -49,11 +49,11 @@
 - torch 17: load_state_dict shares storage:
     test_optimizer.py::test_a_state_dict_goes_on_where_it_was
 - torch, found here: spectral_norm moves in training:
-    test_modules.py::test_a_spectral_norm_in_training_mode_is_refused_and_first_order_works
+    test_second_derivatives.py::test_a_spectral_norm_in_training_mode_is_refused_and_first_order_works
 - torch, found here: once_differentiable passes in silence:
-    test_modules.py::test_a_function_that_is_once_differentiable_is_refused
+    test_second_derivatives.py::test_a_function_that_is_once_differentiable_is_refused
 - torch, found here: sparse gradients lose derivatives:
-    test_modules.py::test_an_embedding_with_sparse_gradients_is_as_one_without
+    test_second_derivatives.py::test_an_embedding_with_sparse_gradients_is_as_one_without
 - truncation with stale parameters, by a factor:
     test_paper.py::test_truncation
 - higher: maximize, decoupled weight decay, eps, hooks, weight_norm, missing rules, kept weights, scheduler,
