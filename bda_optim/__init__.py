@@ -3,8 +3,11 @@
 from importlib import metadata as _metadata
 
 from . import prox
+from ._adjoints.base import Adjoint
+from ._adjoints.checkpointed import Checkpointed
+from ._adjoints.forward_mode import ForwardMode
 from ._adjoints.guarded import Guarded
-from ._adjoints.unroll import Checkpointed, FirstOrder, ForwardMode, Truncated, Unroll
+from ._adjoints.unroll import FirstOrder, Truncated, Unroll
 from ._functional_module import FunctionalModule
 from ._hypergradient import Hypergradient, hypergradient, lower_point, rollout
 from ._innerloop import DiffOptimizer, innerloop_ctx
@@ -20,6 +23,7 @@ except _metadata.PackageNotFoundError:  # used from a checkout that is not insta
 
 __all__ = [
     "FISTA",
+    "Adjoint",
     "BDAInnerOptimizer",
     "Checkpointed",
     "DiffOptimizer",

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from ._context.forward import inside_checkpoint, refuse_checkpoint, surroundings
 from ._modules.skeleton import Skeleton
 from ._rollout.losses import Trace
-from ._step.objective import Loss, Objective, OverTasks, TasksObjective
-from ._step.step import Update, gradients
+from ._step.gradients import gradient
+from ._step.objective import Loss, Objective
+from ._step.tasks import TaskMapper, TasksObjective
+from ._step.update import Update
 from ._support.tree import tensors
 from ._support.types import InnerState
 
@@ -39,7 +41,7 @@ class FunctionalModule(nn.Module):
         names: Sequence[str],
         state: InnerState,
         update: Update,
-        over_tasks: OverTasks | None = None,
+        mapper: TaskMapper | None = None,
     ) -> None:
         """Lay `state` into `skeleton`; `names` are those of its parameters, and `update` what changes them."""
         super().__init__()
@@ -51,7 +53,7 @@ class FunctionalModule(nn.Module):
             _names=tuple(names),
             _tasks=update.tasks,
             _update=update,
-            _over_tasks=over_tasks,
+            _mapper=mapper,
             training=skeleton.root.training,
         )
         # Past nn.Module's `__setattr__`: the user's module may have a parameter of this name.
@@ -95,7 +97,7 @@ class FunctionalModule(nn.Module):
             shown = InnerState(self._state.params, (), self._state.buffers)
             buffers = self._state.buffers
             try:
-                result, buffers = self._over_tasks(one, shown, args, kwargs)
+                result, buffers = self._mapper(one, shown, args, kwargs)
             finally:
                 self._lay(self._state._replace(buffers=buffers))
             return result
@@ -118,11 +120,11 @@ class FunctionalModule(nn.Module):
         try:
             with torch.enable_grad(), surroundings(), self._skeleton.surroundings():
                 value, _ = self._objective(hyper)(lower, points, buffers, (), batch)
-                grads = gradients(value, points, "lower", 1, create_graph=False, tasks=self._tasks)
+                grads = gradient(value, points, "lower", 1, tasks=self._tasks)
         finally:
             self._lay(self._state._replace(buffers=buffers))
         with torch.no_grad():
-            settings = self._update.settings(())
+            settings = self._update.settings((), 1)
             found = self._update.lower_point([p.detach() for p in points], grads, settings, hyper)
         return dict(zip(self._names, found, strict=True))
 
@@ -137,7 +139,7 @@ class FunctionalModule(nn.Module):
             self._lay_tensors(InnerState(tuple(params), (), buffers))
             return loss(self._skeleton.root, hyper, batch), self._skeleton.read_buffers()
 
-        return one if self._tasks is None else TasksObjective(one, self._tasks, self._over_tasks)
+        return one if self._tasks is None else TasksObjective(one, self._mapper)
 
     def _lay(self, state: InnerState) -> None:
         """Make `state` the one that calls see."""

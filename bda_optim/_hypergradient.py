@@ -1,4 +1,4 @@
-"""Rollouts: check what is asked, build the step, hand it to the adjoint."""
+"""Rollouts of tensors and trees of tensors: `rollout`, `hypergradient`, `lower_point`."""
 
 from __future__ import annotations
 
@@ -8,25 +8,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._adjoints.unroll import Adjoint, Unroll
-from ._compiled.step import CompiledStep
-from ._compiled.units import with_plain_counts, with_tensor_counts
+from ._adjoints.base import Adjoint
 from ._context.forward import surroundings
 from ._modules.skeleton import module_slot
-from ._rollout.divergence import check_choice, watched
-from ._rollout.items import Items, in_chunks
-from ._rollout.losses import Trace, trace_of
-from ._step.aggregation import is_zero, weight
-from ._step.objective import Loss, Objective, OverTasks, TasksObjective, TreeObjective
+from ._rollout.losses import Trace
+from ._solve import Loop, Start, solve
+from ._step.gradients import gradient
+from ._step.objective import Loss, TreeObjective
 from ._step.rules.resolve import resolve
 from ._step.settings import check_group, complete
-from ._step.step import BDAStep, Group, Update, gradients
-from ._support.checks import check_ambient, check_count, check_devices
+from ._step.tasks import TasksObjective
+from ._step.update import Group, Update
 from ._support.slots import Slots, Template
 from ._support.tensors import describe, is_differentiable
-from ._support.tree import map_tensors, named_leaves, replace_tensors, unflatten
-from ._support.tree import tensors as tensors_of
-from ._support.types import InnerState, Record, Rule
+from ._support.tree import named_leaves, replace_tensors, tensors, unflatten
+from ._support.types import InnerState
 
 
 class Hypergradient(NamedTuple):
@@ -43,83 +39,6 @@ class Hypergradient(NamedTuple):
     grad: Any
     params: Any
     trace: Trace
-
-
-class Problem:
-    """A rollout with all its parts checked and its tensors collected.
-
-    Args:
-        lower: The lower loss.
-        upper: The upper loss, or None.
-        rule: The rule of all groups.
-        groups: Per group, the members' indices and the settings.
-        slots: The tensors collected so far; the settings' and the batches' are added.
-        hyper: The user's upper variables.
-        steps: K.
-        batches: One batch per step, or None.
-        tasks: B, or None.
-        names: The names of the parameters.
-        on_divergence: What becomes of a loop that is not finite.
-    """
-
-    def __init__(
-        self,
-        lower: Loss,
-        upper: Loss | None,
-        *,
-        rule: Rule,
-        groups: Sequence[tuple[tuple[int, ...], Mapping[str, Any]]],
-        slots: Slots,
-        hyper: Template,
-        steps: int,
-        batches: Any,
-        tasks: int | None,
-        names: Sequence[str],
-        on_divergence: str,
-    ) -> None:
-        """Check and collect."""
-        check_ambient()
-        check_count("steps", steps)
-        if tasks is not None:
-            check_count("tasks", tasks)
-        self.lower, self.upper, self.slots, self.hyper, self.tasks = lower, upper, slots, hyper, tasks
-        self.names, self.on_divergence = tuple(names), on_divergence
-        _check_upper(upper, [settings for _, settings in groups], steps)
-        built = [Group(members, slots.template(dict(s), f"group {i}")) for i, (members, s) in enumerate(groups)]
-        self.update = Update(rule, built, tasks=tasks)
-        self.items = Items(batches, steps, slots, tasks=tasks)
-        self.over_tasks = OverTasks(tasks) if tasks else None
-
-    def run(
-        self,
-        objective: Objective,
-        state: InnerState,
-        values: Sequence[Tensor],
-        adjoint: Adjoint,
-        *,
-        compile: bool | str,
-    ) -> tuple[InnerState, Trace]:
-        """Roll out from `state`, with `values` in the slots."""
-        check_devices(state.params, [*zip(self.slots.names, values, strict=True), *self.items.constants])
-        if self.tasks is not None:
-            objective = TasksObjective(objective, self.tasks, self.over_tasks)
-        step = BDAStep(objective, self.lower, self.upper, self.update, self.hyper, names=self.slots.names)
-        with surroundings():
-            if compile and not state.params[0].is_meta:
-                each = self.tasks is not None and not self.update.rule.elementwise  # a count for each task
-                start = with_tensor_counts(state, (self.tasks or 1,) if each else ())
-                run: Any = CompiledStep(step, start, values, _mode(compile))
-            else:
-                run, start = step, state
-
-            def once(items: Items) -> tuple[InnerState, list[Record]]:
-                last, records = adjoint(run, start, tuple(values), items)
-                if start is state:
-                    return last, records
-                return with_plain_counts(last, like=state), [record for unit in records for record in unit]
-
-            last, records = watched(once, self.on_divergence, step, state, values, self.items, self.names)
-        return last, trace_of(records, self.tasks)
 
 
 def rollout(
@@ -180,15 +99,15 @@ def rollout(
     >>> y.item(), torch.autograd.grad(y, x)[0].item()
     (2.25, 0.75)
     """
+    loop = Loop(
+        steps=steps, batches=batches, tasks=tasks, adjoint=adjoint, compile=compile, chunk_size=chunk_size,
+        on_divergence=on_divergence,
+    )  # fmt: skip
     slots = Slots()
     template = slots.template(hyper, "hyper", module_slot(slots))
-    start = [p.clone() for p in _lower_variables(params)]
-    state, _ = _run_tree(
-        lower, upper, params, start, slots, template, list(slots.tensors), steps=steps, batches=batches, tasks=tasks,
-        rule=rule, adjoint=adjoint, compile=compile, chunk_size=chunk_size, on_divergence=on_divergence,
-        settings=dict(lr=lr, upper_lr=upper_lr, alpha=alpha, prox=prox, **settings),
-    )  # fmt: skip
-    return replace_tensors(params, state.params)
+    settings |= {"lr": lr, "upper_lr": upper_lr, "alpha": alpha, "prox": prox}
+    start = _start(params, [p.clone() for p in _lower_variables(params)], template, slots, rule, settings)
+    return replace_tensors(params, solve(lower, upper, start, loop).state.params)
 
 
 def hypergradient(
@@ -230,28 +149,26 @@ def hypergradient(
     """
     if upper is None:
         raise TypeError("`hypergradient` differentiates the upper loss; got upper=None. Use `rollout` for y_K alone.")
+    loop = Loop(
+        steps=steps, batches=batches, tasks=tasks, adjoint=adjoint, compile=compile, chunk_size=chunk_size,
+        on_divergence=on_divergence,
+    )  # fmt: skip
     slots = Slots()
     template = slots.template(hyper, "hyper", module_slot(slots))
+    settings |= {"lr": lr, "upper_lr": upper_lr, "alpha": alpha, "prox": prox}
     given = [t.detach().requires_grad_(is_differentiable(t)) for t in slots.tensors]
-    place = {id(t): i for i, t in enumerate(slots.tensors)}
+    copies = {id(t): copy for t, copy in zip(slots.tensors, given, strict=True)}
     with torch.enable_grad():
-        start = [
-            given[place[id(p)]].clone() if id(p) in place else p.detach().clone() for p in _lower_variables(params)
-        ]
-        state, trace = _run_tree(
-            lower, upper, params, start, slots, template, given, steps=steps, batches=batches, tasks=tasks,
-            rule=rule, adjoint=adjoint, compile=compile, chunk_size=chunk_size, on_divergence=on_divergence,
-            settings=dict(lr=lr, upper_lr=upper_lr, alpha=alpha, prox=prox, **settings),
-        )  # fmt: skip
-        objective: Objective = TreeObjective(params, template)
-        if tasks is not None:
-            objective = TasksObjective(objective, tasks)
+        ys = [copies[id(p)].clone() if id(p) in copies else p.detach().clone() for p in _lower_variables(params)]
+        start = _start(params, ys, template, slots, rule, settings)
+        end = solve(lower, upper, start._replace(values=given), loop)
+        objective = start.objective if end.mapper is None else TasksObjective(start.objective, end.mapper)
         with surroundings():
-            value, _ = objective(upper, state.params, (), given, upper_batch)
+            value, _ = objective(upper, end.state.params, (), given, upper_batch)
         _check_value(value, tasks)
-        grads = _total_derivatives(value.sum(), given, slots.tensors[: len(given)])
-    last = replace_tensors(params, [p.detach() for p in state.params])
-    return Hypergradient(value.detach(), _mirror(hyper, slots, grads), last, trace)
+        grads = _total_derivatives(value.sum(), given, slots.tensors)
+    last = replace_tensors(params, [p.detach() for p in end.state.params])
+    return Hypergradient(value.detach(), _mirror(hyper, slots, grads), last, end.trace)
 
 
 def lower_point(
@@ -272,75 +189,35 @@ def lower_point(
     check_group(resolve(None), settings, ys)
     with torch.enable_grad(), surroundings():
         points = [y.detach().requires_grad_() for y in ys]
-        grads = gradients(lower(replace_tensors(params, points), hyper, batch), points, "lower", 1, create_graph=False)
+        grads = gradient(lower(replace_tensors(params, points), hyper, batch), points, "lower", 1)
     with torch.no_grad():
         update = Update(resolve(None), [Group(tuple(range(len(ys))), Template.constant(settings))])
-        return replace_tensors(params, update.lower_point(ys, grads, update.settings(()), hyper))
+        return replace_tensors(params, update.lower_point(ys, grads, update.settings((), 1), hyper))
 
 
-def expand(state: InnerState, tasks: int, rule: Rule) -> InnerState:
-    """Give every tensor of a state a task dimension in front; numbers of an elementwise rule are shared."""
-
-    def grow(t: Tensor) -> Tensor:
-        return t.expand(tasks, *t.shape)
-
-    memory = map_tensors(lambda t: t if rule.elementwise and t.dim() == 0 else grow(t), state.rule)
-    return InnerState(tuple(map(grow, state.params)), memory, tuple(map(grow, state.buffers)))
-
-
-def join(parts: Sequence[tuple[InnerState, Trace]]) -> tuple[InnerState, Trace]:
-    """Put the results of chunks of tasks together."""
-    if len(parts) == 1:
-        return parts[0]
-    columns = zip(*(tensors_of(state) for state, _ in parts), strict=True)
-    joined = [column[0] if column[0].dim() == 0 else torch.cat(column) for column in columns]
-    lower = torch.cat([trace.lower for _, trace in parts], dim=1)
-    upper = [trace.upper for _, trace in parts if trace.upper is not None]
-    return replace_tensors(parts[0][0], joined), Trace(lower, torch.cat(upper, dim=1) if upper else None)
-
-
-def _run_tree(
-    lower: Loss, upper: Loss | None, params: Any, start: list[Tensor], slots: Slots, template: Template,
-    given: list[Tensor], *, steps: int, batches: Any, tasks: int | None, rule: Any, adjoint: Adjoint | None,
-    compile: bool | str, chunk_size: int | None, on_divergence: str, settings: dict[str, Any],
-) -> tuple[InnerState, Trace]:  # fmt: skip
-    """Roll out from the tensors `start` of the tree `params`."""
-    check_choice(on_divergence, chunk_size)
+def _start(
+    params: Any, ys: Sequence[Tensor], hyper: Template, slots: Slots, rule: Any, settings: Mapping[str, Any]
+) -> Start:
+    """Return the start of a rollout from the tensors `ys`, laid out as the tree `params`."""
     chosen = resolve(rule)
-    settings = complete(chosen, settings)
-    check_group(chosen, settings, start)
-    members = tuple(range(len(start)))
+    group = complete(chosen, settings)
+    check_group(chosen, group, ys)
     names = [name for name, leaf in named_leaves(params, "params")[0] if isinstance(leaf, Tensor)]
-    parts = []
-    for some, size in in_chunks(batches, tasks, chunk_size):
-        problem = Problem(
-            lower, upper, rule=chosen, groups=[(members, settings)], slots=slots.copy(), hyper=template,
-            steps=steps, batches=some, tasks=size, names=names, on_divergence=on_divergence,
-        )  # fmt: skip
-        state = InnerState(tuple(start), (chosen.init([p.detach() for p in start], settings),))
-        if size is not None:
-            state = expand(state, size, chosen)
-        values = given + problem.slots.tensors[len(given) :]
-        parts.append(problem.run(TreeObjective(params, template), state, values, adjoint or Unroll(), compile=compile))
-    return join(parts)
-
-
-def _mode(compile: bool | str) -> str:
-    if compile is not True and compile not in ("reverse", "mixed"):
-        raise ValueError(f'`compile` must be True, False, "reverse" or "mixed"; got {compile!r}.')
-    return "auto" if compile is True else str(compile)
+    state = InnerState(tuple(ys), (chosen.init([y.detach() for y in ys], group),))
+    groups = [(tuple(range(len(ys))), group)]
+    return Start(TreeObjective(params, hyper), state, names, chosen, groups, hyper, slots)
 
 
 def _lower_variables(params: Any) -> list[Tensor]:
-    found = tensors_of(params)
-    if not found:
+    variables = tensors(params)
+    if not variables:
         raise ValueError(f"`params` must be a tensor or a tree of tensors; got {type(params).__name__} without any. ")
     for name, leaf in named_leaves(params, "params")[0]:
         if isinstance(leaf, Tensor) and not is_differentiable(leaf):
             raise ValueError(
                 f"lower variables must be floating point; got {name}, {describe(leaf)}. Keep it in `hyper`."
             )
-    return found
+    return variables
 
 
 def _total_derivatives(value: Tensor, given: Sequence[Tensor], originals: Sequence[Tensor]) -> list[Tensor]:
@@ -358,23 +235,6 @@ def _total_derivatives(value: Tensor, given: Sequence[Tensor], originals: Sequen
         found = dict(zip(map(id, wanted), slopes, strict=True))
     pairs = ((found.get(id(new)), found.get(id(old)), new) for new, old in zip(given, originals, strict=True))
     return [sum((p for p in (a, b) if p is not None), start=torch.zeros_like(t)) for a, b, t in pairs]
-
-
-def _check_upper(upper: Loss | None, groups: Sequence[Mapping[str, Any]], steps: int) -> None:
-    for settings in groups:
-        for k in (1, steps):
-            alpha = weight(settings["alpha"], k)
-            for value in alpha if isinstance(alpha, list) else [alpha]:
-                if isinstance(value, Tensor) and not value.is_meta and not bool(((value >= 0) & (value < 1)).all()):
-                    shown = value.item() if value.numel() == 1 else "a tensor beyond"
-                    raise ValueError(
-                        f"`alpha` must lie in [0, 1) at every step; got {shown} at k={k}. Learn it through a sigmoid."
-                    )
-            if upper is None and not is_zero(alpha):
-                raise ValueError(
-                    f"`alpha` is not 0 at step k={k}, so the upper loss is needed in the inner loop; got upper=None. "
-                    "Pass it, or set alpha=0.0."
-                )
 
 
 def _check_value(value: Any, tasks: int | None) -> None:

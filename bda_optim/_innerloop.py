@@ -15,11 +15,12 @@ from ._functional_module import FunctionalModule
 from ._modules.skeleton import Skeleton
 from ._optimizer import BDAInnerOptimizer, from_torch, refuse_extrapolation
 from ._rollout.divergence import check_choice
-from ._rollout.items import in_master
 from ._rollout.losses import check_finite
-from ._step.aggregation import is_zero, weight
+from ._rollout.state import in_master
+from ._step.aggregation import needs_upper
+from ._step.gradients import both_gradients
 from ._step.settings import check_group
-from ._step.step import Group, Update, gradients, no_gradients
+from ._step.update import Group, Update
 from ._support.autograd_graph import refuse_once_differentiable
 from ._support.checks import check_ambient, check_count
 from ._support.slots import Template
@@ -126,7 +127,7 @@ class DiffOptimizer:
         self._records: list[Record] = []
         self._opened = sequence_number()
         self._apply(override)
-        refuse_extrapolation(self._update, fmodel._state, "innerloop_ctx")
+        refuse_extrapolation(self._update, fmodel._state, self._update.settings((), 1), "innerloop_ctx")
 
     def step(
         self,
@@ -153,30 +154,24 @@ class DiffOptimizer:
             )
         if override:
             self._apply(override)
-        k, state = self.k + 1, self._fmodel._state
-        settings = self._update.settings(())
-        weights = [weight(chosen["alpha"], k) for chosen in settings]
-        aggregates = not all(map(is_zero, weights))
-        if aggregates and upper is None:
-            raise ValueError(
-                f"`alpha` is not 0 at step k={k}, so the step needs the upper loss too; got only the lower one. "
-                "Write `diffopt.step(lower, upper)`, or set alpha=0.0."
-            )
+        k = self.k + 1
+        state = self._fmodel._state
+        settings = self._update.settings((), k)
+        aggregates = needs_upper(settings, upper, k, "Write `diffopt.step(lower, upper)`, or set alpha=0.0.")
         if k == 1:
             refuse_reentrant(lower, self._opened)
             refuse_reentrant(upper, self._opened)
         track = self._track and k > self._cut
         graph = track and not self._first_order
         with torch.enable_grad():  # the caller may be under no_grad
-            keep = aggregates or graph
-            lower_grads = gradients(lower, state.params, "lower", k, create_graph=graph, retain_graph=keep)
-            upper_grads = no_gradients(state.params)
-            if aggregates:
-                upper_grads = gradients(upper, state.params, "upper", k, create_graph=graph)
+            lower_grads, upper_grads = both_gradients(
+                lower, upper if aggregates else None, state.params, k, create_graph=graph,
+                retain_graph=aggregates or graph,
+            )  # fmt: skip
         with torch.set_grad_enabled(track):
             if grad_callback is not None:
                 lower_grads = list(grad_callback(list(lower_grads)))
-            new = self._update(state, lower_grads, upper_grads, settings, weights, NO_HYPER)
+            new = self._update(state, lower_grads, upper_grads, settings, NO_HYPER)
         if not track:
             new = detach(new)
         elif k == self._cut + 1:

@@ -9,23 +9,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._adjoints.unroll import Adjoint, Unroll
+from ._adjoints.base import Adjoint
 from ._functional_module import FunctionalModule
-from ._hypergradient import Problem, expand, join
 from ._modules.skeleton import Skeleton, module_slot
-from ._rollout.divergence import check_choice
-from ._rollout.items import in_chunks, in_master
-from ._step.aggregation import is_zero, weight
-from ._step.objective import Loss, ModuleObjective, OverTasks
+from ._rollout.state import in_master
+from ._solve import Loop, Start, solve
+from ._step.aggregation import at_step, needs_upper
+from ._step.gradients import Grads, both_gradients, no_gradient
+from ._step.objective import Loss, ModuleObjective
 from ._step.rules.resolve import resolve
 from ._step.schedules import from_plain, to_plain
 from ._step.settings import check_group, complete
-from ._step.step import Group, Update, gradients, no_gradients
+from ._step.update import Group, Update
 from ._support.checks import check_ambient
 from ._support.slots import Slots, Template
 from ._support.tensors import is_differentiable
 from ._support.tree import detach, map_tensors, tensors
-from ._support.types import InnerState
+from ._support.types import InnerState, Settings
 from .prox import NO_HYPER
 
 
@@ -134,8 +134,12 @@ class BDAInnerOptimizer(Optimizer):
         Returns:
             A module that is called like `model`; `params`, `buffer_dict` and `trace` show what is inside.
         """
-        check_choice(on_divergence, chunk_size)
-        skeleton, (names, originals) = Skeleton(model), self._owned(model)
+        loop = Loop(
+            steps=steps, batches=batches, tasks=tasks, adjoint=adjoint, compile=compile, chunk_size=chunk_size,
+            on_divergence=on_divergence,
+        )  # fmt: skip
+        skeleton = Skeleton(model)
+        names, originals = self._owned(model)
         slots = Slots()
         template = slots.template(hyper, "hyper", module_slot(slots))
         owned = {id(p) for group in self.param_groups for p in group["params"]}
@@ -144,21 +148,12 @@ class BDAInnerOptimizer(Optimizer):
             for name, place in skeleton.params.items()
             if id(place.original) not in owned and place.original.requires_grad
         }
-        parts = []
-        for some, size in in_chunks(batches, tasks, chunk_size):
-            problem = Problem(
-                lower, upper, rule=self.rule, groups=self._groups(), slots=slots.copy(), hyper=template, steps=steps,
-                batches=some, tasks=size, names=names, on_divergence=on_divergence,
-            )  # fmt: skip
-            state = in_master(self._initial(originals, skeleton, copy_initial_weights=copy_initial_weights), master)
-            if size is not None:
-                state = expand(state, size, self.rule)
-            objective = ModuleObjective(skeleton, names, others, template)
-            parts.append(problem.run(objective, state, problem.slots.tensors, adjoint or Unroll(), compile=compile))
-        state, trace = join(parts)
-        over = OverTasks(tasks) if tasks is not None and chunk_size else problem.over_tasks
-        fmodel = FunctionalModule(Skeleton(model), names, state, self._update(tasks), over)
-        fmodel.__dict__["trace"] = trace  # a parameter of the module may have this name
+        state = in_master(self._initial(originals, skeleton, copy_initial_weights=copy_initial_weights), master)
+        objective = ModuleObjective(skeleton, names, others, template)
+        end = solve(lower, upper, Start(objective, state, names, self.rule, self._groups(), template, slots), loop)
+        # Not the skeleton of the loop: an adjoint that replays steps lays other iterates into that one.
+        fmodel = FunctionalModule(Skeleton(model), names, end.state, self._update(tasks), end.mapper)
+        fmodel.__dict__["trace"] = end.trace  # a parameter of the module may have this name
         return fmodel
 
     @torch.no_grad()
@@ -206,13 +201,14 @@ class BDAInnerOptimizer(Optimizer):
         check_ambient()
         with torch.enable_grad():
             value = None if closure is None else closure()
-        params, update = self._adapted(), self._update()
-        state, settings = InnerState(tuple(params), self._memory()), update.settings(())
-        refuse_extrapolation(update, state, "step")
-        weights = [weight(group["alpha"], group["k"] + 1) for group in self.param_groups]
-        lower, upper = self._gradients(value, params, weights)
+        params = self._adapted()
+        update = self._update()
+        state = InnerState(tuple(params), self._memory())
+        settings = [at_step(s, g["k"] + 1) for (_, s), g in zip(self._groups(), self.param_groups, strict=True)]
+        refuse_extrapolation(update, state, settings, "step")
+        grads = self._gradients(value, params, settings)
         with torch.no_grad():
-            new = update(state, lower, upper, settings, weights, NO_HYPER)
+            new = update(state, *grads, settings, NO_HYPER)
             for p, y in zip(params, new.params, strict=True):
                 p.copy_(y)
         self._store(new.rule)
@@ -338,30 +334,28 @@ class BDAInnerOptimizer(Optimizer):
         state = InnerState(tuple(ys), self._memory(), tuple(buffers))
         return state if device is None else map_tensors(lambda t: t.to(device), state)
 
-    def _gradients(self, value: Any, params: Sequence[Tensor], weights: Sequence[Any]) -> tuple[Any, Any]:
-        none = no_gradients(params)
-        aggregates = not all(map(is_zero, weights))
+    def _gradients(self, value: Any, params: Sequence[Tensor], settings: Sequence[Settings]) -> tuple[Grads, Grads]:
+        """Return the gradients of both losses, by what a closure returned."""
+        k = self.param_groups[0]["k"] + 1
         if isinstance(value, tuple):
             if len(value) != 2:
                 raise ValueError(f"the closure must return the lower loss or (lower, upper); got {len(value)} values.")
-            k = self.param_groups[0]["k"] + 1
-            lower = gradients(value[0], params, "lower", k, create_graph=False, retain_graph=aggregates)
-            return lower, gradients(value[1], params, "upper", k, create_graph=False) if aggregates else none
-        if aggregates:
-            raise ValueError(
-                "`alpha` is not 0, so a step needs both losses; got only the lower gradient. Pass a closure that "
-                "returns (lower, upper) and does not call `backward()`."
-            )
-        return [p.grad for p in params], none
+            upper = value[1] if needs_upper(settings, value[1], k) else None
+            return both_gradients(value[0], upper, params, k, retain_graph=upper is not None)
+        needs_upper(settings, None, k, _BOTH_LOSSES)
+        return [p.grad for p in params], no_gradient(params)
+
+
+_BOTH_LOSSES = "Pass a closure that returns (lower, upper) and does not call `backward()`."
 
 
 def _adapts(p: Tensor) -> bool:
     return p.requires_grad and is_differentiable(p)
 
 
-def refuse_extrapolation(update: Update, state: InnerState, where: str) -> None:
+def refuse_extrapolation(update: Update, state: InnerState, settings: Sequence[Settings], where: str) -> None:
     """Raise where gradients that are already there were taken at another point than the rule wants."""
-    points = update.points(state, update.settings(()))
+    points = update.points(state, settings)
     if any(point is not p for point, p in zip(points, state.params, strict=True)):
         raise ValueError(
             f"the rule {update.rule.name} takes its gradients at an extrapolated point, which `{where}` cannot "

@@ -411,7 +411,7 @@ def data_parallel_over_tasks(folder: Path) -> None:
     mine = tuple(t.tensor_split(dist.get_world_size(), 1)[dist.get_rank()] for t in both)
     inner = bda.BDAInnerOptimizer(model.head.parameters(), lr=0.3)
     want = inner.unroll(model, loss, steps=2, batches=[both] * 2, tasks=2)
-    with pytest.warns(UserWarning, match="cannot be batched over tasks"):
+    with pytest.warns(UserWarning, match="cannot batch .* over tasks"):
         got = inner.unroll(model, distributed.DataParallel(loss), steps=2, batches=[mine] * 2, tasks=2)
     assert relative_error(list(got.params.values()), list(want.params.values())) < EXACT
 

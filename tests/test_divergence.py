@@ -14,7 +14,7 @@ from problems import double
 from torch import Tensor, nn, optim
 
 import bda_optim as bda
-from bda_optim._adjoints.replay import CompiledStep
+from bda_optim._adjoints.base import Step
 
 EXACT = [
     bda.Unroll(),
@@ -505,14 +505,14 @@ def test_a_context_of_the_users_own_that_is_left_before_the_backward_pass_is_not
         torch.autograd.grad(y.sum(), x)
 
 
-class Wavering(CompiledStep):
+class Wavering(Step):
     """Stands for a compiled program whose calls number 4 and later give something else."""
 
-    def __init__(self, drift: float) -> None:
-        self.inspected, self.calls, self.drift = True, 0, drift
+    taped = False
 
-    def units(self, items: Any) -> Any:
-        return items
+    def __init__(self, drift: float) -> None:
+        super().__init__(None)
+        self.calls, self.drift = 0, drift
 
     def __call__(self, state: Any, hyper: Any, unit: Any) -> Any:
         self.calls += 1
@@ -522,8 +522,8 @@ class Wavering(CompiledStep):
     def pull(self, state: Any, hyper: Any, unit: Any, cotangents: Any, saved: Any = None) -> Any:
         return [cotangents[0] * hyper[0].detach(), (cotangents[0] * state).sum()]
 
-    def push(self, state: Any, hyper: Any, unit: Any, flows: Any) -> Any:
-        raise NotImplementedError
+    def record(self, state: Any, hyper: Any, unit: Any) -> Any:
+        return *self(state, hyper, unit), None
 
 
 def test_replays_of_compiled_steps_are_compared() -> None:

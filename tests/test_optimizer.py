@@ -339,12 +339,12 @@ def test_steps_in_place_are_the_steps_of_unroll() -> None:
 
 WRONG_STEPS: dict[str, tuple[dict[str, Any], Callable[[Any], Any], type[Exception], str]] = {
     "no closure with alpha": ({"alpha": 0.3}, lambda m: None, ValueError, r"a closure that returns \(lower, upper\)"),
-    "one loss with alpha": ({"alpha": 0.3}, lambda m: lambda: lower(m), ValueError, "got only the lower gradient"),
+    "one loss with alpha": ({"alpha": 0.3}, lambda m: lambda: lower(m), ValueError, "the step needs the upper loss"),
     "a schedule": ({"alpha": bda.harmonic(0.5)}, lambda m: None, ValueError, "`alpha` is not 0"),
     "a learned alpha": ({"alpha": torch.tensor(0.0)}, lambda m: None, ValueError, "`alpha` is not 0"),
     "three losses": ({}, lambda m: lambda: (lower(m),) * 3, ValueError, r"the lower loss or \(lower, upper\); got 3"),
     "not a scalar": ({}, lambda m: lambda: (m(numbers(5, 3)), None), ValueError, "the lower loss must be a scalar"),
-    "upper missing": ({"alpha": 0.3}, lambda m: lambda: (lower(m), None), TypeError, "the upper loss must be a scalar"),
+    "upper missing": ({"alpha": 0.3}, lambda m: lambda: (lower(m), None), ValueError, "the step needs the upper loss"),
     "no graph": ({}, lambda m: lambda: (lower(m).detach(), None), ValueError, "does not depend on any parameter"),
     "FISTA": ({"rule": bda.FISTA}, lambda m: None, ValueError, r"extrapolated point, which `step` cannot evaluate"),
 }  # fmt: skip

@@ -151,7 +151,7 @@ def test_tasks_that_cannot_be_batched_run_one_after_another() -> None:
     def stubborn(y: Any, x: Tensor, batch: Any) -> Tensor:
         return task_lower(y, x, batch) * (1.0 if batch[0].sum().item() > 0 else 0.5)
 
-    with pytest.warns(UserWarning, match="cannot be batched over tasks .*the 3 tasks run one after another"):
+    with pytest.warns(UserWarning, match="cannot batch the loss over tasks .*the 3 tasks run one after another"):
         y = bda.rollout(stubborn, None, start, x, steps=4, lr=0.3, batches=batches, tasks=TASKS)
     for i in range(TASKS):
         mine = [tuple(t[i] for t in b) for b in batches]

@@ -1,4 +1,4 @@
-"""Adjoints that explode: found with their step, or clipped."""
+"""Adjoints that explode: reported with their step, or clipped."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .._support.tree import replace_tensors, tensors
-from .._support.types import Item, Step
-from .replay import CompiledStep
-from .unroll import Adjoint, ForwardMode, Items, Result, Unroll
+from .base import Adjoint, Cotangents, Items, Result, Step, as_step
+from .forward_mode import ForwardMode
+from .unroll import Unroll
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,19 +21,19 @@ class Guarded:
     r"""Watch the adjoints :math:`\lambda_k = dF / d(\text{state after step } k)` on their way back, or clip them.
 
     Where a step is not a contraction, the adjoints may grow from step to step although all iterates are finite; the
-    hypergradient is then exact, and useless. With `limit` a backward pass in which the norm of an adjoint exceeds it
+    hypergradient is then exact but useless. With `limit` a backward pass in which the norm of an adjoint exceeds it
     (or is not finite) raises `FloatingPointError` and names the first such step on the way back. With `clip` every
     adjoint whose norm exceeds it is scaled down to it,
 
     .. math:: \lambda_k \leftarrow \lambda_k \min(1, c / \lVert \lambda_k \rVert).
 
     Not recommended without need, because a clipped hypergradient is biased, and no longer linear in the upper loss. The
-    norm is that of the whole state (with tasks: of all tasks together). Norms stay on the device; they are looked at
-    once, when the backward pass has arrived at the first step.
+    norm is that of the whole state (with tasks: of all tasks together). Norms stay on the device and are read once,
+    when the backward pass arrives at the first step.
 
     Args:
-        within: The adjoint to be guarded; any but `ForwardMode`, which has no way back.
-        limit: The largest norm that is no error.
+        within: The adjoint to be guarded; any but `ForwardMode`, which has no backward sweep.
+        limit: The largest norm that is not an error.
         clip: The largest norm that is passed on.
 
     >>> import bda_optim as bda
@@ -65,9 +65,10 @@ class Guarded:
                 )
             inside = getattr(inside, "within", None)
 
-    def __call__(self, step: Step, state: Any, hyper: tuple[Tensor, ...], items: Items) -> Result:
+    def __call__(self, step: Any, state: Any, hyper: tuple[Tensor, ...], items: Items) -> Result:
         """Hand a step to `within` whose every result passes a gate."""
-        if isinstance(step, CompiledStep):
+        step = as_step(step)
+        if not step.single:
             raise ValueError("the adjoints of compiled steps cannot be guarded; got compile=True. Use compile=False.")
         return self.within(_GatedStep(step, _Gate(self.limit, self.clip, len(items))), state, hyper, items)
 
@@ -76,18 +77,26 @@ class _Gate:
     """What all steps of a rollout share: the bounds, and the norms of a backward pass."""
 
     def __init__(self, limit: float | None, clip: float | None, steps: int) -> None:
-        self._limit, self._clip, self._steps = limit, clip, steps
+        self._limit = limit
+        self._clip = clip
+        self._steps = steps
         self._norms: list[tuple[int, Tensor]] = []
         self.first: int | None = None
 
+    def note_first(self, k: int) -> None:
+        """Remember the first step, where the backward pass ends."""
+        self.first = k if self.first is None else min(self.first, k)
+
     def pass_back(self, k: int, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Note the norm of the adjoint after step k, and clip it."""
-        there = [c for c in cotangents if c is not None]
-        home = there[0].device
-        norm = torch.stack([torch.linalg.vector_norm(c).double().to(home) for c in there]).norm()
+        present = [c for c in cotangents if c is not None]
+        if not present:
+            return list(cotangents)
+        device = present[0].device
+        norm = torch.stack([torch.linalg.vector_norm(c).double().to(device) for c in present]).norm()
         if self._limit is not None and not norm.is_meta:
             if self._norms and k >= self._norms[-1][0]:
-                self._norms = []  # an earlier backward pass was broken off
+                self._norms = []  # an earlier backward pass was interrupted
             self._norms.append((k, norm.detach()))
             if k == self.first:
                 self._look(self._limit)
@@ -108,28 +117,43 @@ class _Gate:
                 )
 
 
-class _GatedStep:
+class _GatedStep(Step):
     """A step whose new state passes a gate on the way back."""
 
     def __init__(self, step: Step, gate: _Gate) -> None:
-        self._step, self._gate = step, gate
-        self.names = getattr(step, "names", ())
+        super().__init__(step)
+        self._gate = gate
+        self.taped = step.taped
 
     def first_order(self) -> _GatedStep:
-        """Return the same with the gradients of both losses taken as constants."""
-        return _GatedStep(self._step.first_order(), self._gate)  # type: ignore[attr-defined]
+        """Return the same step with the gradients of both losses treated as constants."""
+        return _GatedStep(self._function.first_order(), self._gate)
 
-    def __call__(self, state: Any, hyper: tuple[Tensor, ...], item: Item) -> tuple[Any, Any]:
+    def __call__(self, state: Any, hyper: Sequence[Tensor], item: Any) -> tuple[Any, Any]:
         """Take the step; without a graph there is no gate."""
-        after, record = self._step(state, hyper, item)
+        after, record = self._function(state, hyper, item)
         values = tensors(after)
         moving = [i for i, value in enumerate(values) if value.requires_grad]
         if moving and torch.is_grad_enabled():
-            self._gate.first = item.k if self._gate.first is None else min(self._gate.first, item.k)
+            self._gate.note_first(item.k)
             passed = _Passed.apply(self._gate, item.k, *(values[i] for i in moving))  # type: ignore[no-untyped-call]
             for i, value in zip(moving, passed, strict=True):
                 values[i] = value
         return replace_tensors(after, values), record
+
+    def record(self, state: Any, hyper: Sequence[Tensor], item: Any) -> tuple[Any, Any, Any]:
+        """Take the step; its cotangents pass the gate in `pull`."""
+        self._gate.note_first(item.k)
+        after, record, saved = self._function.record(state, hyper, item)
+        return after, record, (item.k, saved)
+
+    def pull(
+        self, state: Any, hyper: Sequence[Tensor], item: Any, cotangents: Cotangents, saved: Any = None
+    ) -> Cotangents:
+        """Let the cotangents pass the gate, then pull them back."""
+        k, inner = (item.k, None) if saved is None else saved
+        pulled: Cotangents = self._function.pull(state, hyper, item, self._gate.pass_back(k, cotangents), inner)
+        return pulled
 
 
 class _Passed(torch.autograd.Function):
@@ -137,12 +161,11 @@ class _Passed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: _Gate, k: int, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.gate, ctx.k = gate, k
+        ctx.gate = gate
+        ctx.k = k
         ctx.set_materialize_grads(False)
         return tuple(value.view_as(value) for value in values)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        if all(c is None for c in cotangents):
-            return None, None, *cotangents
         return None, None, *ctx.gate.pass_back(ctx.k, cotangents)

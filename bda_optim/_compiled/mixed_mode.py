@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .._adjoints.replay import fresh, pull_back
+from .._adjoints.base import as_leaves, fresh, pull_back
+from .._step.gradients import both_gradients, no_gradient
 from .._step.objective import Loss
-from .._step.step import BDAStep, gradients, no_gradients
+from .._step.step import BDAStep
 from .._support.slots import fill
 from .._support.tree import replace_tensors, tensors
 from .._support.types import InnerState, Item
-
-Resolved = tuple[Sequence[Any], Sequence[Any]]
 
 
 def pull_mixed(
@@ -35,7 +34,7 @@ def pull_mixed(
     state: InnerState,
     hyper: Sequence[Tensor],
     item: Item,
-    resolve: Callable[[Sequence[Tensor]], Resolved],
+    resolve: Callable[[Sequence[Tensor]], Sequence[Any]],
     cotangents: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """Pull cotangents of the state after a step back to the state before it, and to hyper.
@@ -45,33 +44,32 @@ def pull_mixed(
         state: The state before it.
         hyper: The tensors of the slots; gradients are given for those that require grad.
         item: The item of the step.
-        resolve: Returns the groups' settings and weights, given the tensors of the slots.
+        resolve: Returns the groups' settings, given the tensors of the slots.
         cotangents: One per tensor of the state; None is zero.
     """
-    leaves, given = fresh(tensors(state)), [h.detach().requires_grad_(h.requires_grad) for h in hyper]
-    tasks = step.update.tasks
+    leaves = fresh(tensors(state))
+    given = as_leaves(hyper)
     with torch.enable_grad():
         now = replace_tensors(state, leaves)
-        settings, weights = resolve(given)
+        settings = resolve(given)
         points = step.update.points(now, settings)
         plain = fresh(points)
-        f, big_f, buffers = step.losses(plain, now.buffers, [h.detach() for h in given], item, weights)
-        lower = _leaves(gradients(f, plain, "lower", item.k, create_graph=False, tasks=tasks))
-        upper = no_gradients(plain)
-        if big_f is not None:
-            upper = _leaves(gradients(big_f, plain, "upper", item.k, create_graph=False, tasks=tasks))
-        new = step.update(now, lower, upper, settings, weights, step.hyper.fill(given))
+        f, big_f, buffers = step.losses(plain, now.buffers, [h.detach() for h in given], item, settings)
+        both = both_gradients(f, big_f, plain, item.k, tasks=step.update.tasks)
+        lower, upper = ([None if g is None else g.detach().requires_grad_() for g in grads] for grads in both)
+        new = step.update(now, lower, upper, settings, step.hyper.fill(given))
     grads = [g for g in (*lower, *upper) if g is not None]
-    found = pull_back(tensors(new._replace(buffers=buffers)), [*leaves, *given, *grads], cotangents)
-    totals, seeds = found[: len(leaves) + len(given)], iter(found[len(leaves) + len(given) :])
-    along = [[None if g is None else next(seeds) for g in level] for level in (lower, upper)]
-    bent = no_gradients(points)
-    for loss, directions in zip((step.lower, step.upper), along, strict=True):
-        if not step.constant_gradients and loss is not None and any(w is not None for w in directions):
-            by_points, by_hyper = _second(step, loss, plain, now.buffers, given, item, directions)
-            bent = add(bent, by_points)
-            totals = add(totals, [*no_gradients(leaves), *by_hyper])
-    return add(totals, pull_back(points, [*leaves, *given], bent))
+    pulled = pull_back(tensors(new._replace(buffers=buffers)), [*leaves, *given, *grads], cotangents)
+    totals = pulled[: len(leaves) + len(given)]
+    seeds = iter(pulled[len(leaves) + len(given) :])
+    directions = [[None if g is None else next(seeds) for g in level] for level in (lower, upper)]
+    at_points: list[Tensor | None] = list(no_gradient(points))
+    for loss, along in zip((step.lower, step.upper), directions, strict=True):
+        if not step.constant_gradients and loss is not None and any(w is not None for w in along):
+            by_points, by_hyper = _second(step, loss, plain, now.buffers, given, item, along)
+            at_points = add(at_points, by_points)
+            totals = add(totals, [*no_gradient(leaves), *by_hyper])
+    return add(totals, pull_back(points, [*leaves, *given], at_points))
 
 
 def _second(
@@ -92,10 +90,6 @@ def _second(
         tangents = [None if g is None else forward_ad.unpack_dual(g).tangent for g in grads]
     cross = iter(tangents[len(duals) :])
     return tangents[: len(duals)], [next(cross) if h.requires_grad else None for h in hyper]
-
-
-def _leaves(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [None if g is None else g.detach().requires_grad_() for g in grads]
 
 
 def add(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> list[Tensor | None]:

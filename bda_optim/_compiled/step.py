@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
-from .._adjoints import replay
-from .._adjoints.forward_mode import Flows, push
-from .._adjoints.replay import changed_in_place, fresh, pull_back
-from .._step.aggregation import is_zero, weight
+from .._adjoints.base import Cotangents, Step, Tape, changed_in_place, fresh, pull_back
+from .._adjoints.tangents import Tangents, push_forward
+from .._context.environment import Ambient
+from .._step.aggregation import at_step, is_zero
 from .._step.step import BDAStep
 from .._support.tensors import is_differentiable, layout
 from .._support.tree import detach, replace_tensors, tensors
@@ -54,50 +54,46 @@ _MOST_MISSES = 3  # pull-backs in a row that lacked a cotangent, as buffers do: 
 _MOST_PROGRAMS = 16
 """So many layouts of batches are compiled for one problem before it runs uncompiled."""
 
-Cotangents = Sequence[Tensor | None]
 
-
-class CompiledStep(replay.CompiledStep):
+class CompiledStep(Step):
     """A step that takes units of one or more items; compiled without a graph, uncompiled with one."""
+
+    single = False
 
     def __init__(self, step: BDAStep, state: Any, hyper: Sequence[Tensor], mode: str = "auto") -> None:
         """Find the engine of the problem, which earlier rollouts may have left; `state` and `hyper` are examples."""
-        self._step, self._state, self._hyper, self._mode = step, detach(state), hyper, mode
-        self.names = step.names
+        super().__init__(step)
+        self._step = step
+        self._state = detach(state)
+        self._hyper = hyper
+        self._mode = mode
         self._engine, self._captured = engine_of(step, mode)
-        settings = step.update.settings(hyper)
+        settings = step.update.settings(hyper, 1)
         self._plain = [[name for name in ("lr", "upper_lr") if is_number(s[name])] for s in settings]
-        self._numbers = [float(s[name]) for s, names in zip(settings, self._plain, strict=True) for name in names]
-        self._alphas = [s["alpha"] for s in settings]
         self._device = next((t.device for t in hyper if t.dim()), None)
 
     def first_order(self) -> CompiledStep:
-        """Return the same with the gradients of both losses taken as constants."""
+        """Return the same step with the gradients of both losses treated as constants."""
         return CompiledStep(self._step.first_order(), self._state, self._hyper, self._mode)
 
     @property
-    def broken(self) -> str | None:  # type: ignore[override]
-        """Why it runs uncompiled, or None."""
-        return self._engine.broken
-
-    @property
-    def inspected(self) -> bool:
-        """Whether it was looked at what the step depends on."""
-        return self._engine.inspected
-
-    @inspected.setter
-    def inspected(self, value: bool) -> None:
-        self._engine.inspected = value
+    def taped(self) -> bool:  # type: ignore[override]
+        """Whether autograd records the steps, because they run uncompiled."""
+        return self._engine.broken is not None
 
     def units(self, items: Sequence[Item]) -> Sequence[Unit]:
         """Divide items into units; what is left over goes one by one."""
-        rows, modes = [], []
-        for item in items:
-            weights = [weight(alpha, item.k) for alpha in self._alphas]
+        rows = []
+        modes = []
+        groups = [group.settings.fill(self._hyper) for group in self._step.update.groups]
+        first = getattr(items, "first_k", 1)  # the items themselves are read later, each once
+        for k in range(first, first + len(items)):
+            settings = [at_step(group, k) for group in groups]
+            weights = [chosen["alpha"] for chosen in settings]
+            rates = [float(s[name]) for s, names in zip(settings, self._plain, strict=True) for name in names]
             modes.append(tuple("0" if is_zero(w) else "number" if is_number(w) else "tensor" for w in weights))
-            rows.append([float(item.k), *self._numbers, *(float(w) if is_number(w) else 0.0 for w in weights)])
+            rows.append([float(k), *rates, *(float(w) if is_number(w) else 0.0 for w in weights)])
         table = torch.tensor(rows, dtype=torch.float64, device=self._device)
-
         units = Units(items, table, modes)
         if self._engine.size is None:
             self._engine.size = self._steps_per_call(units.between(0, 1), len(items))
@@ -121,7 +117,7 @@ class CompiledStep(replay.CompiledStep):
     def __call__(self, state: Any, hyper: Sequence[Tensor], unit: Unit) -> tuple[Any, list[Record]]:
         """Take the steps of a unit."""
         if not torch.is_grad_enabled() and not self._engine.broken:
-            result = self._run("sweep", unit, state, hyper, ())
+            result = self._run("sweep", unit, state, hyper, [])
             if result is not None:
                 count = len(result) - 2 * len(unit.items)
                 return replace_tensors(state, result[:count]), _records(result[count:])
@@ -133,6 +129,9 @@ class CompiledStep(replay.CompiledStep):
 
     def record(self, state: Any, hyper: Sequence[Tensor], unit: Unit) -> tuple[Any, list[Record], Any]:
         """Take the steps of a unit; return also what `pull` needs of their work, or None."""
+        if self._engine.broken:
+            return self.tape(state, hyper, unit)
+        self._inspect(state, hyper, unit)
         pair, flat = self._pair(state, hyper, unit)
         if pair is None or pair.misses > _MOST_MISSES:
             return *self(state, hyper, unit), None
@@ -142,11 +141,20 @@ class CompiledStep(replay.CompiledStep):
         saved = (pair, flat, result[end:], pair.versions(self._captured))
         return replace_tensors(state, result[:count]), _records(result[count:end]), saved
 
+    def _inspect(self, state: Any, hyper: Sequence[Tensor], unit: Unit) -> None:
+        """Record the first unit of a problem uncompiled, to see what its steps depend on."""
+        if not self._engine.inspected:
+            ambient = Ambient(tensors(state))
+            rng = ambient.rng()
+            self.tape(state, hyper, unit)
+            ambient.set_rng(rng)
+            self._engine.inspected = True
+
     def pull(
         self, state: Any, hyper: Sequence[Tensor], unit: Unit, cotangents: Cotangents, saved: Any = None
-    ) -> list[Tensor | None]:
+    ) -> Cotangents:
         """Pull cotangents of the state after a unit back to the state before it and to hyper."""
-        if saved is not None:
+        if saved is not None and not isinstance(saved, Tape):
             pair, flat, kept, versions = saved
             for (tensor, now), (_, then) in zip(pair.versions(self._captured), versions, strict=True):
                 if now != then:
@@ -156,28 +164,26 @@ class CompiledStep(replay.CompiledStep):
             missing = sum(map(is_differentiable, tensors(state))) - len(given)
             pair.misses = pair.misses + 1 if missing else 0
             if not missing:  # else zeros would do, but for derivatives that are infinite
-                found: list[Tensor | None] = pair.back([*flat, *kept, *(c.contiguous() for c in given)], self._captured)
-                return found
+                pulled: Cotangents = pair.back([*flat, *kept, *(c.contiguous() for c in given)], self._captured)
+                return pulled
         if not self._engine.broken:
             result = self._run("pull", unit, state, hyper, cotangents)
             if result is not None:
                 return result
-        with torch.enable_grad():
-            inputs = [*fresh(tensors(state)), *(h.detach().requires_grad_(h.requires_grad) for h in hyper)]
-            count = len(inputs) - len(hyper)
-            after, _ = self(replace_tensors(state, inputs[:count]), inputs[count:], unit)
-        return pull_back(tensors(after), inputs, cotangents)
+        return super().pull(state, hyper, unit, cotangents, saved)
 
     def push(
-        self, state: Any, hyper: Sequence[Tensor], unit: Unit, flows: Flows
-    ) -> tuple[Any, list[Record], Flows] | None:
-        """Take the steps of a unit with the tangents `flows` of state and hyper; None if that cannot be compiled."""
-        result = None if self._engine.broken else self._run("push", unit, state, hyper, flows)
+        self, state: Any, hyper: Sequence[Tensor], unit: Unit, tangents: Tangents
+    ) -> tuple[Any, list[Record], Tangents]:
+        """Take the steps of a unit with the tangents of state and hyper."""
+        inspected = self._engine.inspected and not self._engine.broken
+        result = self._run("push", unit, state, hyper, tangents) if inspected else None
         if result is None:
-            return None
-        count, losses = len(tensors(state)), 2 * len(unit.items)
-        after, told, moved = result[:count], result[count : count + losses], result[count + losses :]
-        return replace_tensors(state, after), _records(told), moved
+            self._engine.inspected = True  # by `tape`, which raises otherwise
+            return super().push(state, hyper, unit, tangents)
+        count = len(tensors(state))
+        end = count + 2 * len(unit.items)
+        return replace_tensors(state, result[:count]), _records(result[count:end]), result[end:]
 
     def _pair(self, state: Any, hyper: Sequence[Tensor], unit: Unit) -> tuple[Pair | None, list[Tensor]]:
         """Return a program of the steps and its pull-back, and the inputs; None if they cannot be compiled together."""
@@ -297,18 +303,18 @@ class CompiledStep(replay.CompiledStep):
 
         def pushed(*flat: Tensor) -> list[Tensor | None]:
             given = iter(flat[len(flat) - ends :])
-            flows: Flows = [next(given) if present else None for present in where]
+            tangents: Tangents = [next(given) if present else None for present in where]
             fixed, rest = fresh(flat[count : count + inputs]), flat[count + inputs : len(flat) - ends]
             leaves: Sequence[Tensor] = flat[:count]
             records: list[Record] = []
             for item, resolve in self._resolved(form, rest):
                 before = fresh(leaves)
                 with torch.enable_grad():
-                    now, record = self._step.apply(replace_tensors(state, before), fixed, item, *resolve(fixed))
+                    now, record = self._step.apply(replace_tensors(state, before), fixed, item, resolve(fixed))
                 leaves = tensors(now)
-                flows = push(leaves, [*before, *fixed], flows) + flows[count:]
+                tangents = push_forward(leaves, [*before, *fixed], tangents) + tangents[count:]
                 records.append(record)
-            return [*map(Tensor.detach, leaves), *itertools.chain.from_iterable(records), *flows[:count]]
+            return [*map(Tensor.detach, leaves), *itertools.chain.from_iterable(records), *tangents[:count]]
 
         return pushed
 
@@ -316,7 +322,7 @@ class CompiledStep(replay.CompiledStep):
         """Take the steps of a unit; `rest` are the tensors of its batches, and its rows."""
         records = []
         for item, resolve in self._resolved(form, rest):
-            state, record = self._step.apply(state, hyper, item, *resolve(hyper))
+            state, record = self._step.apply(state, hyper, item, resolve(hyper))
             records.append(record)
         return state, records
 
@@ -330,7 +336,7 @@ class CompiledStep(replay.CompiledStep):
             way.append((state, item, resolve))
             if len(way) < len(form.modes):
                 with torch.no_grad():
-                    state, _ = self._step.apply(state, hyper, item, *resolve(hyper))
+                    state, _ = self._step.apply(state, hyper, item, resolve(hyper))
         for state, item, resolve in reversed(way):
             found = pull_mixed(self._step, state, hyper, item, resolve, cotangents)
             count = len(found) - len(hyper)
@@ -344,16 +350,17 @@ class CompiledStep(replay.CompiledStep):
         for batch, modes, row in zip(form.filled(batches), form.modes, rows.unbind(0), strict=True):
             yield Item(row[0], batch), functools.partial(self._settings, modes, row)  # type: ignore[arg-type]
 
-    def _settings(self, modes: tuple[str, ...], row: Tensor, hyper: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
+    def _settings(self, modes: tuple[str, ...], row: Tensor, hyper: Sequence[Tensor]) -> list[Any]:
+        """Return the settings of a step, with its row of numbers in the place of rates and weights."""
         k, *numbers = row.unbind(0)
         source = iter(numbers)
-        settings = [dict(s) for s in self._step.update.settings(hyper)]
+        settings = [dict(group.settings.fill(hyper)) for group in self._step.update.groups]
         for chosen, names in zip(settings, self._plain, strict=True):
             chosen.update({name: next(source) for name in names})
-        weights: list[Any] = []
         for chosen, mode, number in zip(settings, modes, source, strict=True):
-            weights.append(0.0 if mode == "0" else number if mode == "number" else weight(chosen["alpha"], k))
-        return settings, weights
+            if mode != "tensor":
+                chosen["alpha"] = 0.0 if mode == "0" else number
+        return [at_step(chosen, k) for chosen in settings]
 
     def _is_mixed(
         self, form: Form, state: Any, wanted: Sequence[bool], where: Sequence[bool], flat: Sequence[Tensor]

@@ -35,15 +35,18 @@ class Units(Sequence[Unit]):
     """Items divided into units; a batch is read when its unit is asked for, and known units are kept."""
 
     def __init__(self, items: Sequence[Item], table: Tensor, modes: Sequence[tuple[str, ...]]) -> None:
-        self._items, self._table, self._modes = items, table, modes
+        self._items = items
+        self._table = table
+        self._modes = modes
         self._kept = getattr(items, "eager", True)  # the batches are held by their list anyway
+        self._last_read: tuple[int, Item] | None = None
         self._bounds: list[tuple[int, int]] = []
         self._known: dict[int, Unit] = {}
         self._forms: dict[Hashable, Form] = {}
 
     def between(self, start: int, stop: int) -> Unit:
         """Return the unit of these steps; where they have the batches of another one, they share its form."""
-        items = tuple(self._items[i] for i in range(start, stop))
+        items = tuple(map(self._read, range(start, stop)))
         modes = tuple(self._modes[start:stop])
         if not self._kept:
             return Unit(items, self._table[start:stop], Form(items, modes))
@@ -51,6 +54,12 @@ class Units(Sequence[Unit]):
         if same not in self._forms:
             self._forms[same] = Form(items, modes)
         return Unit(items, self._table[start:stop], self._forms[same])
+
+    def _read(self, index: int) -> Item:
+        """Return an item; the last one is kept, so that a look at the first batch reads it once."""
+        if self._last_read is None or self._last_read[0] != index:
+            self._last_read = index, self._items[index]
+        return self._last_read[1]
 
     def divided(self, size: int) -> Units:
         """Divide into units of `size` steps, and the rest into single ones."""

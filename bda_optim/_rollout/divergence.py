@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .._context.environment import Ambient
-from .._step.aggregation import weight
-from .._step.step import BDAStep, gradients, no_gradients
+from .._step.gradients import both_gradients
+from .._step.step import BDAStep
 from .._support.tree import detach
 from .._support.types import InnerState, Item, Record
 from .losses import all_finite, diverged, first_bad_loss
@@ -108,18 +108,15 @@ def _what(
     bad = first_bad_loss([record])
     if bad is not None:
         return f"the {bad[1]} loss is not finite at"
-    settings = step.update.settings(hyper)
-    weights = [weight(chosen["alpha"], item.k) for chosen in settings]
+    settings = step.update.settings(hyper, item.k)
     with torch.enable_grad():
         points = [p.detach().requires_grad_() for p in step.update.points(state, settings)]
-        f, big_f, _ = step.losses(points, state.buffers, hyper, item, weights)
-        for level, loss in (("lower", f), ("upper", big_f)):
-            grads = no_gradients(points) if loss is None else gradients(
-                loss, points, level, item.k, create_graph=False, retain_graph=True, tasks=step.update.tasks
-            )  # fmt: skip
-            wrong = _not_finite([torch.zeros(()) if g is None else g for g in grads], names)
-            if wrong:
-                return f"the {level} gradient of {', '.join(wrong)} is not finite at"
+        f, big_f, _ = step.losses(points, state.buffers, hyper, item, settings)
+        both = both_gradients(f, big_f, points, item.k, retain_graph=True, tasks=step.update.tasks)
+    for level, grads in zip(("lower", "upper"), both, strict=True):
+        wrong = _not_finite([torch.zeros(()) if g is None else g for g in grads], names)
+        if wrong:
+            return f"the {level} gradient of {', '.join(wrong)} is not finite at"
     return f"{', '.join(after)} {'is' if len(after) == 1 else 'are'} not finite after"
 
 

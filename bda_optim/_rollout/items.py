@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, overload
 
-import torch
 from torch import Tensor
 
 from .._support.checks import check_count
 from .._support.slots import Slots
-from .._support.tensors import is_differentiable
 from .._support.tree import map_tensors, tensors
-from .._support.types import InnerState, Item
+from .._support.types import Item
 
 
 class Items(Sequence[Item]):
@@ -48,6 +46,11 @@ class Items(Sequence[Item]):
     def __len__(self) -> int:
         """Return the number of steps."""
         return len(self._numbers)
+
+    @property
+    def first_k(self) -> int:
+        """The number k of the first step."""
+        return self._numbers[0] + 1
 
     @overload
     def __getitem__(self, index: int) -> Item: ...
@@ -124,19 +127,3 @@ def _check_batches(batches: Any, steps: int) -> None:
             f"`batches` must have one batch per step; got {len(batches)} batches for steps={steps}. "
             "Pass as many as there are steps, for example `[batch] * steps`."
         )
-
-
-def in_master(state: InnerState, master: torch.dtype | None) -> InnerState:
-    """Return a state with the parameters and the rule's memory of them in a wider dtype; None leaves them as they are.
-
-    What is wider than `master` already stays.
-    """
-    if master is None:
-        return state
-    if not isinstance(master, torch.dtype) or not master.is_floating_point:
-        raise TypeError(f"`master` must be a floating-point dtype, as torch.float32, or None; got {master!r}.")
-
-    def widen(t: Tensor) -> Tensor:
-        return t.to(master) if is_differentiable(t) and torch.promote_types(t.dtype, master) == master else t
-
-    return state._replace(params=tuple(map(widen, state.params)), rule=map_tensors(widen, state.rule))

@@ -12,15 +12,32 @@ Singleton", ICML 2020.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._support.types import Move, Scalar
+from .._support.types import Move, Scalar, Settings
 
 _NOT_PLAIN = (Tensor, list)  # of a weight: learned, or one per parameter; a tuple is looked through fastest
+
+
+def at_step(settings: Settings, k: Any) -> Settings:
+    """Return settings at step k: schedules of `alpha`, `lr` and `upper_lr` give way to their values.
+
+    Raises:
+        ValueError: If a weight lies outside [0, 1), or a rate is negative.
+
+    >>> at_step({"alpha": lambda k: 0.5 / k, "lr": 0.1, "upper_lr": None}, 2)
+    {'alpha': 0.25, 'lr': 0.1, 'upper_lr': None}
+    """
+    alpha = weight(settings["alpha"], k)
+    changed = {} if alpha is settings["alpha"] else {"alpha": alpha}
+    for name in ("lr", "upper_lr"):
+        if callable(settings[name]):
+            changed[name] = rate(settings[name], name, k)
+    return {**settings, **changed} if changed else settings
 
 
 def weight(alpha: Any, k: Any) -> Any:
@@ -40,9 +57,32 @@ def weight(alpha: Any, k: Any) -> Any:
     return value
 
 
+def rate(schedule: Callable[[Any], Any], name: str, k: Any) -> Any:
+    """Return the value of a schedule of rates at step k."""
+    value = schedule(k)
+    if not isinstance(value, _NOT_PLAIN) and not value >= 0:
+        raise ValueError(
+            f"`{name}` must be at least 0 at every step; got {value} at k={k}. Return a rate for every k = 1, 2, ...."
+        )
+    return value
+
+
 def is_zero(alpha: Any) -> bool:
-    """Whether the upper level is plainly absent; a tensor never is, since it may be learned."""
+    """Whether the upper level is absent; a tensor never counts as 0, since it may be learned."""
     return not isinstance(alpha, _NOT_PLAIN) and alpha == 0
+
+
+def needs_upper(settings: Sequence[Settings], upper: Any, k: Any, how: str = "Pass it, or set alpha=0.0.") -> bool:
+    """Whether step k evaluates the upper loss, by the settings at that step.
+
+    Raises:
+        ValueError: If it does and there is none; `how` says where to pass it.
+    """
+    if all(is_zero(chosen["alpha"]) for chosen in settings):
+        return False
+    if upper is None:
+        raise ValueError(f"`alpha` is not 0 at step k={k}, so the step needs the upper loss; got upper=None. {how}")
+    return True
 
 
 def aggregate(

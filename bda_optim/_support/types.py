@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
@@ -84,7 +84,3 @@ class Record(NamedTuple):
 
     lower: Tensor
     upper: Tensor | None
-
-
-Step: TypeAlias = Callable[[Any, tuple[Tensor, ...], Any], tuple[Any, Any]]
-"""``step(state, hyper, item) -> (state, record)``; it builds a graph if, and only if, grad mode is on."""

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from bda_optim._step.aggregation import aggregate, is_zero, weight
+from bda_optim._step.gradients import gradient
 from bda_optim._step.rules.resolve import resolve
 from bda_optim._step.settings import check_group, complete
-from bda_optim._step.step import gradients
 from bda_optim._support.types import Move, Rule
 from bda_optim.prox import NO_HYPER
 
@@ -269,7 +269,7 @@ def _gradients(upper_loss: Tensor | None, params: Any, state: Any) -> Sequence[T
     k = int(_only(state).k) + 1
     if upper_loss is None:
         return None
-    return gradients(upper_loss, _tensors(params), "upper", k, create_graph=True)
+    return gradient(upper_loss, _tensors(params), "upper", k, create_graph=True)
 
 
 def _is_bda(part: Any) -> bool:

@@ -31,30 +31,14 @@ EDITS: dict[str, Edit] = {
         "_step/aggregation.py", "lower: Tensor | None = y - prox(y if move", "lower: Tensor | None = y - (y if move"
     ),
     "displacement without its rate": Edit("_support/types.py", "return self.scale * self.direction", "return self.direction"),
-    "upper_lr ignored": Edit(
-        "_step/step.py", 'chosen["lr"] if chosen["upper_lr"] is None else chosen["upper_lr"]', 'chosen["lr"]'
-    ),
-    "lower gradient detached": Edit(
-        "_step/step.py",
-        'gradients(f, points, "lower", item.k, create_graph=graph',
-        'gradients(f, points, "lower", item.k, create_graph=False',
-    ),
-    "upper gradient detached": Edit(
-        "_step/step.py",
-        'gradients(big_f, points, "upper", item.k, create_graph=graph',
-        'gradients(big_f, points, "upper", item.k, create_graph=False',
-    ),
-    "the two gradients exchanged": Edit(
-        "_step/step.py", "self.update(state, lower, upper, settings", "self.update(state, upper, lower, settings"
-    ),
+    "upper_lr ignored": Edit('_step/update.py', 'chosen["lr"] if chosen["upper_lr"] is None else chosen["upper_lr"]', 'chosen["lr"]'),
+    "lower gradient detached": Edit('_step/gradients.py', 'lower, points, "lower", k, create_graph=create_graph', 'lower, points, "lower", k, create_graph=False'),
+    "upper gradient detached": Edit('_step/gradients.py', 'gradient(upper, points, "upper", k, create_graph=create_graph', 'gradient(upper, points, "upper", k, create_graph=False'),
+    "the two gradients exchanged": Edit('_step/step.py', 'self.update(state, *grads, settings', 'self.update(state, *reversed(grads), settings'),
     "first order differentiates twice": Edit(
         "_step/step.py", "torch.is_grad_enabled() and not self.constant_gradients", "torch.is_grad_enabled()"
     ),
-    "iterate detached": Edit(
-        "_step/step.py",
-        "old = [state.params[i] for i in group.members]",
-        "old = [state.params[i].detach() for i in group.members]",
-    ),
+    "iterate detached": Edit('_step/update.py', 'old = [state.params[i] for i in group.members]', 'old = [state.params[i].detach() for i in group.members]'),
     "buffers of a step dropped": Edit(
         "_step/step.py",
         "state = InnerState(state.params, state.rule, buffers)",
@@ -68,7 +52,7 @@ EDITS: dict[str, Edit] = {
         "tests/test_buffers.py -k keeps_the_lower",
     ),
     "a loss that is once differentiable passes": Edit(
-        "_step/step.py", "refuse_once_differentiable([loss])", "pass", "tests/test_second_derivatives.py -k once_differentiable"
+        "_step/gradients.py", "refuse_once_differentiable([loss])", "pass", "tests/test_second_derivatives.py -k once_differentiable"
     ),
     # Adjoints.
     "truncation restarts k": Edit("_adjoints/unroll.py", "hyper, items[cut:])", "hyper, items[: len(items) - cut])"),
@@ -81,17 +65,17 @@ EDITS: dict[str, Edit] = {
         "        with torch.enable_grad():\n            state, first = Unroll()",
         "tests/test_adjoint.py -k keep_no_graph",
     ),
-    "first order is unrolling": Edit("_adjoints/unroll.py", "Unroll()(step.first_order(), state", "Unroll()(step, state"),
+    "first order is unrolling": Edit("_adjoints/unroll.py", "Unroll()(as_step(step).first_order(), state", "Unroll()(as_step(step), state"),
     "partial derivatives overwrite each other": Edit(
         "_adjoints/replay.py", "grad if known is None else known + grad", "grad"
     ),
     "a step replayed with stale parameters": Edit(
-        "_adjoints/replay.py", "fresh(tensors(self._shelf.get(source.kept)))", "fresh(tensors(self._state))"
+        "_adjoints/replay.py", "            state = self._shelf.get(source.kept)\n        ledger", "            state = self._state\n        ledger"
     ),
     "a replay draws other random numbers": Edit(
         "_adjoints/replay.py",
-        "        self._ambient.set_rng(source.rng)\n        ledger",
-        "        ledger",
+        "            self._ambient.set_rng(source.rng)\n            state",
+        "            state",
         "tests/test_adjoint.py -k dropout",
     ),
     "a replay is not compared": Edit(
@@ -104,7 +88,7 @@ EDITS: dict[str, Edit] = {
         "tests/test_changes_in_place.py -k change_in_place",
     ),
     "a captured tensor passes": Edit(
-        "_adjoints/replay.py", "if id(leaf) not in known:", "if False:", "tests/test_wrong_use.py -k captured"
+        "_adjoints/base.py", "if id(leaf) not in known:", "if False:", "tests/test_wrong_use.py -k captured"
     ),
     "total derivative instead of the partial one": Edit(
         "_adjoints/replay.py", "t.view_as(t) if t.requires_grad else t", "t", "tests/test_adjoint.py -k depend_on_each_other"
@@ -112,15 +96,15 @@ EDITS: dict[str, Edit] = {
     "states stored at the wrong places": Edit(
         "_adjoints/revolve.py", "return min(most, steps - ", "return max(1, steps - ", "tests/test_adjoint.py -k optimal"
     ),
-    "tangents of all inputs in one row": Edit("_adjoints/forward_mode.py", "offset += count", "offset += 0"),
+    "tangents of all inputs in one row": Edit("_adjoints/tangents.py", "offset += count", "offset += 0"),
     "complex tangents lose their imaginary part": Edit(
-        "_adjoints/forward_mode.py",
-        "_real(flow).reshape(len(flow), -1) @ _real(cotangent).reshape(-1)",
-        "(flow.reshape(len(flow), -1) @ cotangent.reshape(-1)).real",
+        "_adjoints/tangents.py",
+        "_real(tangent).reshape(len(tangent), -1) @ _real(cotangent).reshape(-1)",
+        "(tangent.reshape(len(tangent), -1) @ cotangent.reshape(-1)).real",
         "tests/test_adjoint.py -k complex",
     ),
     "mixed mode forgets a loss": Edit(
-        "_compiled/mixed_mode.py", "bent = add(bent, by_points)", "bent = by_points", "tests/test_engine.py -k test_modules"
+        "_compiled/mixed_mode.py", "at_points = add(at_points, by_points)", "at_points = by_points", "tests/test_engine.py -k test_modules"
     ),
     "wrong compiled numbers pass": Edit(
         "_compiled/program.py", "            return False\n", "            pass\n", "tests/test_engine.py -k wrong_numbers"
@@ -219,7 +203,7 @@ EDITS: dict[str, Edit] = {
         "tests/test_hyper.py -k depend"
     ),
     "the start is a constant though it is hyper": Edit(
-        "_hypergradient.py", "given[place[id(p)]].clone() if id(p) in place else", "p.detach().clone() if id(p) in place else"
+        "_hypergradient.py", "copies[id(p)].clone() if id(p) in copies else", "p.detach().clone() if id(p) in copies else"
     ),
     "initial weights are never reached": Edit(
         "_optimizer.py", "p.detach().clone() if copy_initial_weights else p.clone()", "p.detach().clone()"
@@ -232,7 +216,7 @@ EDITS: dict[str, Edit] = {
         "_optimizer.py", "self._store(fmodel._state.rule)", "pass", "tests/test_buffers.py -k commit_writes"
     ),
     "own loop cut one step late": Edit("_innerloop.py", "k > self._cut", "k >= self._cut"),
-    "own loop counts from 2": Edit("_innerloop.py", "k, state = self.k + 1,", "k, state = self.k + 2,"),
+    "own loop counts from 2": Edit("_innerloop.py", "        k = self.k + 1\n", "        k = self.k + 2\n"),
     "divergence passes": Edit(
         "_rollout/divergence.py", "if all_finite(records, last.params):", "if True:", "tests/test_wrong_use.py -k finite"
     ),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bda_optim._context.forward import refuse_reentrant, sequence_number
-from bda_optim._step.step import Grads, gradients
+from bda_optim._step.gradients import Grads, gradient
 from bda_optim._support.checks import check_ambient
 from bda_optim._support.tree import map_tensors
 
@@ -231,7 +231,7 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
         found: list[Tensor | None] = [None] * len(weights)
         with torch.enable_grad():  # the caller may be under no_grad
             points = [weights[i] for i in live]
-            grads = gradients(loss, points, level, self.k + 1, create_graph=graph, retain_graph=retain or graph)
+            grads = gradient(loss, points, level, self.k + 1, create_graph=graph, retain_graph=retain or graph)
         for i, grad in zip(live, grads, strict=True):
             found[i] = grad
         return found

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bda_optim._optimizer import refuse_extrapolation
-from bda_optim._step.aggregation import is_zero, weight
+from bda_optim._step.aggregation import at_step, is_zero, weight
 from bda_optim._step.rules.base import _FIXED
 from bda_optim._step.schedules import from_plain, to_plain
 from bda_optim._step.settings import AGGREGATION, check_group
-from bda_optim._step.step import Group, Update
+from bda_optim._step.update import Group, Update
 from bda_optim._support.slots import Template
 from bda_optim._support.types import InnerState, Rule
 from bda_optim.prox import NO_HYPER
@@ -131,8 +131,8 @@ class RuleOptimizer(DifferentiableOptimizer):
         update = self._with_members(tuple(groups))
         state = InnerState(tuple(flat), tuple(memories))
         if k == 1:
-            refuse_extrapolation(update, state, "innerloop_ctx")
-        new = update(state, lower, above, settings, [weight(s["alpha"], k) for s in settings], NO_HYPER)
+            refuse_extrapolation(update, state, settings, "innerloop_ctx")
+        new = update(state, lower, above, [at_step(s, k) for s in settings], NO_HYPER)
         for index, (live, members, memory) in enumerate(zip(lives, groups, new.rule, strict=True)):
             group = self.param_groups[index]
             for i, number in zip(live, members, strict=True):

@@ -1,0 +1,157 @@
+"""What the doors share: from a start and the options of the loop to the last state and the losses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from ._adjoints.base import Adjoint
+from ._adjoints.unroll import Unroll
+from ._compiled.step import CompiledStep
+from ._compiled.units import with_plain_counts, with_tensor_counts
+from ._context.forward import surroundings
+from ._rollout.divergence import check_choice, watched
+from ._rollout.items import Items, in_chunks
+from ._rollout.losses import Trace, trace_of
+from ._rollout.state import expand, join
+from ._step.aggregation import at_step, needs_upper
+from ._step.objective import Loss, Objective
+from ._step.step import BDAStep
+from ._step.tasks import TaskMapper, TasksObjective
+from ._step.update import Group, Update
+from ._support.checks import check_ambient, check_count, check_devices
+from ._support.slots import Slots, Template
+from ._support.types import InnerState, Record, Rule
+
+Groups: TypeAlias = Sequence[tuple[tuple[int, ...], Mapping[str, Any]]]
+"""Per parameter group: the indices of its members among the flat parameters, and its settings."""
+
+
+class Start(NamedTuple):
+    """Where a rollout starts.
+
+    Attributes:
+        objective: Evaluates a loss for one task.
+        state: The state before the first step, of one task.
+        names: The names of the parameters.
+        rule: The rule of all groups.
+        groups: The parameter groups.
+        hyper: The user's upper variables.
+        slots: The tensors of `hyper`, and whatever else is differentiated; settings and batches are added.
+        values: The tensors to compute with in the place of the first slots' own; empty for the slots' own.
+    """
+
+    objective: Objective
+    state: InnerState
+    names: Sequence[str]
+    rule: Rule
+    groups: Groups
+    hyper: Template
+    slots: Slots
+    values: Sequence[Tensor] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """How the inner loop runs: the options that `unroll`, `rollout` and `hypergradient` share; see `rollout`."""
+
+    steps: int
+    batches: Any = None
+    tasks: int | None = None
+    adjoint: Adjoint | None = None
+    compile: bool | str = False
+    chunk_size: int | None = None
+    on_divergence: str = "raise"
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_choice(self.on_divergence, self.chunk_size)
+        check_count("steps", self.steps)
+        if self.tasks is not None:
+            check_count("tasks", self.tasks)
+        if not isinstance(self.compile, bool) and self.compile not in ("reverse", "mixed"):
+            raise ValueError(f'`compile` must be True, False, "reverse" or "mixed"; got {self.compile!r}.')
+
+    @property
+    def mode(self) -> str:
+        """The mode of a compiled adjoint: "reverse", "mixed", or "auto" where it is measured."""
+        return "auto" if self.compile is True else str(self.compile)
+
+    def chunks(self) -> list[Loop]:
+        """Return one loop per chunk of tasks, or this one."""
+        parts = in_chunks(self.batches, self.tasks, self.chunk_size)
+        return [dataclasses.replace(self, batches=batches, tasks=tasks, chunk_size=None) for batches, tasks in parts]
+
+
+class Solution(NamedTuple):
+    """The end of a rollout: the last state, the losses, and what maps functions over its tasks."""
+
+    state: InnerState
+    trace: Trace
+    mapper: TaskMapper | None
+
+
+def solve(lower: Loss, upper: Loss | None, start: Start, loop: Loop) -> Solution:
+    """Run K inner steps, chunk by chunk of tasks."""
+    check_ambient()
+    for chosen in (settings for _, settings in start.groups):
+        _check_alpha(upper, chosen, loop.steps)
+    mapper = TaskMapper(loop.tasks) if loop.tasks else None
+    parts = []
+    for part in loop.chunks():
+        over = mapper if mapper is None or mapper.tasks == part.tasks else TaskMapper(part.tasks or 1)
+        parts.append(_run(lower, upper, start, part, over))
+    return Solution(*join(parts), mapper)
+
+
+def _run(
+    lower: Loss, upper: Loss | None, start: Start, loop: Loop, mapper: TaskMapper | None
+) -> tuple[InnerState, Trace]:
+    """Run K inner steps on all tasks at once."""
+    slots = start.slots.copy()
+    groups = [Group(members, slots.template(dict(s), f"group {i}")) for i, (members, s) in enumerate(start.groups)]
+    update = Update(start.rule, groups, tasks=loop.tasks)
+    items = Items(loop.batches, loop.steps, slots, tasks=loop.tasks)
+    state = start.state if loop.tasks is None else expand(start.state, loop.tasks, start.rule)
+    values = (*start.values, *slots.tensors[len(start.values) :])
+    check_devices(state.params, [*zip(slots.names, values, strict=True), *items.constants])
+    objective = start.objective if mapper is None else TasksObjective(start.objective, mapper)
+    step = BDAStep(objective, lower, upper, update, start.hyper, names=slots.names)
+    adjoint = loop.adjoint or Unroll()
+
+    def run(items: Items) -> tuple[InnerState, list[Record]]:
+        if loop.compile and not state.params[0].is_meta:
+            return _run_compiled(adjoint, step, state, values, items, loop.mode)
+        return adjoint(step, state, values, items)
+
+    with surroundings():
+        last, records = watched(run, loop.on_divergence, step, state, values, items, start.names)
+    return last, trace_of(records, loop.tasks)
+
+
+def _run_compiled(
+    adjoint: Adjoint, step: BDAStep, state: InnerState, values: tuple[Tensor, ...], items: Items, mode: str
+) -> tuple[InnerState, list[Record]]:
+    """Hand a compiled step to the adjoint; it counts in tensors, and its records come in units."""
+    tasks = step.update.tasks
+    each = tasks is not None and not step.update.rule.elementwise  # a count for each task
+    start = with_tensor_counts(state, (tasks or 1,) if each else ())
+    last, records = adjoint(CompiledStep(step, start, values, mode), start, values, items)
+    return with_plain_counts(last, like=state), [record for unit in records for record in unit]
+
+
+def _check_alpha(upper: Loss | None, settings: Mapping[str, Any], steps: int) -> None:
+    """Check the weight of the first and of the last step, and that there is an upper loss for it."""
+    for k in (1, steps):
+        chosen = at_step(settings, k)
+        alpha = chosen["alpha"]
+        for value in alpha if isinstance(alpha, list) else [alpha]:
+            if isinstance(value, Tensor) and not value.is_meta and not bool(((value >= 0) & (value < 1)).all()):
+                shown = value.item() if value.numel() == 1 else "a tensor beyond"
+                raise ValueError(
+                    f"`alpha` must lie in [0, 1) at every step; got {shown} at k={k}. Learn it through a sigmoid."
+                )
+        needs_upper([chosen], upper, k)
