@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import atexit
+import contextlib
 import datetime
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,8 +15,13 @@ import torch.distributed as dist
 TIMEOUT = datetime.timedelta(seconds=60)  # of the others, where a process hangs; one that dies ends them at once
 
 
-def processes(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Read the options with one more, --distributed, and join the processes that a launcher started."""
+@contextlib.contextmanager
+def processes(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
+    """Read the options with one more, --distributed; inside the context the processes of a launcher are one group.
+
+    They leave together: a process that ends while its group still has threads may abort ("terminate called without an
+    active exception"), and one that ends early closes the connections of the others.
+    """
     text = "divide the work among the processes that torchrun or accelerate launch started"
     parser.add_argument("--distributed", action="store_true", help=text)
     args = parser.parse_args()
@@ -23,14 +29,19 @@ def processes(parser: argparse.ArgumentParser) -> argparse.Namespace:
         parser.error("--distributed needs several processes; start the script by torchrun or accelerate launch")
     if not args.distributed and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         parser.error("several processes were started, and each would do all the work; add --distributed")
-    if args.distributed:
-        on_gpu = args.device.type == "cuda"
-        if on_gpu:
-            args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(args.device)
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT)
-        atexit.register(dist.destroy_process_group)
-    return args
+    if not args.distributed:
+        yield args
+        return
+    on_gpu = args.device.type == "cuda"
+    if on_gpu:
+        args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(args.device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+    try:
+        yield args
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
 
 
 def first() -> bool:

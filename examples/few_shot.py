@@ -42,6 +42,7 @@ Lower-Level Singleton", ICML 2020: the experiments on meta learning.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import math
@@ -343,28 +344,11 @@ def results(runs: dict[str, list[Run]], settings: Settings) -> dict[str, Any]:
     return {"settings": dataclasses.asdict(settings), "target": target, "methods": found, "date": date, **versions}
 
 
-def main() -> None:
-    parser = arguments(__doc__.splitlines()[0], "few_shot")
-    default = Settings()
-    parser.add_argument("--data", type=Path, default=Path("data"), help="folder that holds the data sets")
-    parser.add_argument("--dataset", choices=[name for name in TARGETS if name != "made"], default=default.dataset)
-    parser.add_argument("--ways", type=int, default=default.ways, help="classes per task")
-    parser.add_argument("--shots", type=int, default=default.shots, help="support images per class")
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        choices=list(METHODS),
-        default=list(METHODS),
-        metavar="METHOD",
-        help="some of " + ", ".join(METHODS),
-    )
-    parser.add_argument("--iterations", type=int, default=default.iterations, help="upper iterations")
-    parser.add_argument("--tasks", type=int, default=default.tasks, help="tasks per upper iteration")
-    args = processes(parser)
+def compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     chosen = {name: getattr(args, name) for name in ("dataset", "ways", "shots", "iterations", "tasks")}
     if min(args.ways - 1, args.shots, args.iterations, args.tasks) < 1:
         parser.error("--ways must be at least 2; --shots, --iterations and --tasks at least 1")
-    settings = SMOKE if args.smoke else dataclasses.replace(default, **chosen)
+    settings = SMOKE if args.smoke else Settings(**chosen)
 
     data = load(settings.dataset, args.data)
     runs = {name: [Run(name, seed, data, settings, args) for seed in args.seeds] for name in args.methods}
@@ -386,6 +370,27 @@ def main() -> None:
     write_atomically(args.out / f"{name}.png", lambda file: figure(found).savefig(file, dpi=120))
     print(table(found))
     print(f"\n{args.out / name}.json and .png")
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0], "few_shot")
+    default = Settings()
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder that holds the data sets")
+    parser.add_argument("--dataset", choices=[name for name in TARGETS if name != "made"], default=default.dataset)
+    parser.add_argument("--ways", type=int, default=default.ways, help="classes per task")
+    parser.add_argument("--shots", type=int, default=default.shots, help="support images per class")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=list(METHODS),
+        default=list(METHODS),
+        metavar="METHOD",
+        help="some of " + ", ".join(METHODS),
+    )
+    parser.add_argument("--iterations", type=int, default=default.iterations, help="upper iterations")
+    parser.add_argument("--tasks", type=int, default=default.tasks, help="tasks per upper iteration")
+    with processes(parser) as args:
+        compare(parser, args)
 
 
 if __name__ == "__main__":

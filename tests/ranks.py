@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 TESTS = Path(__file__).resolve().parent
-TIMEOUT = datetime.timedelta(seconds=60)
+TIMEOUT = datetime.timedelta(seconds=300)  # starting a rank takes seconds, on a loaded machine a minute
 
 
 def over_ranks(world: int, folder: Path, module: str, *names: str) -> None:
@@ -34,7 +34,7 @@ def over_ranks(world: int, folder: Path, module: str, *names: str) -> None:
         try:
             with _group(0, world, folder):
                 _call(module, names, folder)
-            codes = [child.wait(timeout=60) for child in children]
+            codes = [child.wait(timeout=TIMEOUT.total_seconds()) for child in children]
         except BaseException as error:
             _let_end(children)
             said = [f"rank {rank}: {path.read_text()[-3000:]}" for rank, path in enumerate(outputs, start=1)]
@@ -61,6 +61,7 @@ def _group(rank: int, world: int, folder: Path) -> Any:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     try:
         yield
+        dist.barrier()  # nobody closes its connections while another still needs them
     finally:
         dist.destroy_process_group()
         os.environ.pop("GLOO_SOCKET_IFNAME", None)

@@ -6,18 +6,15 @@ import copy
 import dataclasses
 import importlib
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import scripts
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -245,50 +242,27 @@ def test_every_method_learns(example: ModuleType, name: str) -> None:
 # --- the script -------------------------------------------------------------------------------------------------------
 
 
-def start(out: Path, *options: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), "--out", str(out), *options],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def without_times(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text())
-    del found["date"]
-    for method in found["methods"].values():
-        del method["seconds"]
-    return found
-
-
-def test_a_killed_run_goes_on_and_ends_the_same(tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_and_ends_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = ("--smoke", "--methods", "meta-sgd", "reptile", "bda", "--seeds", "3", "4")
-    first = start(killed, *options)
-    while not list(killed.glob("checkpoints/reptile-4.pt")):  # some are under way then, others not begun
-        assert first.poll() is None, first.stderr.read()
-        time.sleep(0.01)
-    first.send_signal(signal.SIGKILL)
-    assert first.wait() == -signal.SIGKILL
-    first.communicate()
+    scripts.kill_at("few_shot", killed, "reptile-4.pt", *options)
+    paths = sorted(path.name for path in (killed / "checkpoints").iterdir())
+    assert paths == ["meta-sgd-3.pt", "meta-sgd-4.pt", "reptile-3.pt", "reptile-4.pt"]  # under way; others not begun
     assert not (killed / "made_5way_1shot.json").exists()
 
-    runs = start(whole, *options), start(killed, *options, "--resume")
-    outputs = [run.communicate() for run in runs]
-    assert all(run.returncode == 0 for run in runs), outputs
-    found = [without_times(out / "made_5way_1shot.json") for out in (whole, killed)]
-    assert found[0] == found[1]
+    scripts.run("few_shot", "--out", whole, *options)
+    shown = capsys.readouterr().out
+    scripts.run("few_shot", "--out", killed, *options, "--resume")
+    assert "100%" in capsys.readouterr().err  # the progress bar
+    found = [json.loads((out / "made_5way_1shot.json").read_text("utf-8")) for out in (whole, killed)]
+    assert scripts.without_times(found[0]) == scripts.without_times(found[1])
     for path in sorted((whole / "checkpoints").iterdir()):
         one, other = (torch.load(out / "checkpoints" / path.name)["state"] for out in (whole, killed))
         assert one["net"].keys() == other["net"].keys()
         assert all(torch.equal(value, other["net"][key]) for key, value in one["net"].items())
         assert all(torch.equal(*pair) for pair in zip(one["rates"], other["rates"], strict=True))
-    assert "100%" in outputs[1][1]  # the progress bar
 
-    table = outputs[0][0]
-    assert re.search(r"^\| BDA \| \d+\.\d\d ± \d+\.\d\d \|", table, re.M) and "| MAML" not in table
+    assert re.search(r"^\| BDA \| \d+\.\d\d ± \d+\.\d\d \|", shown, re.M) and "| MAML" not in shown
     for out in (whole, killed):
         png = (out / "made_5way_1shot.png").read_bytes()
         assert png.startswith(b"\x89PNG\r\n") and len(png) > 20_000

@@ -6,16 +6,15 @@ import argparse
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import scripts
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -223,36 +222,22 @@ def test_missing_data(tmp_path: Path) -> None:
     assert "mnist is not there" in done.stderr and f"_data.py mnist --root {tmp_path / 'nowhere'}" in done.stderr
 
 
-def without_times(results: dict[str, Any]) -> dict[str, Any]:
-    """Everything that must be the same, to the bit."""
-    cells = [{key: value for key, value in cell.items() if key != "seconds"} for cell in results["cells"]]
-    return {"settings": results["settings"], "cells": cells, "plain": results["plain"]}
-
-
 def test_killed_and_resumed(example: ModuleType, tmp_path: Path) -> None:
     whole = example.load("digits", None)
     undisturbed = example.run(options(tmp_path / "whole"), "digits", whole)
 
     args = ["--steps", "30", "--methods", "BDA", "RHG", "--iterations", "12", "--retrain", "5", "--recorded", "10"]
-    args += ["--out", str(tmp_path / "killed")]
-    second = tmp_path / "killed" / "digits" / "RHG-30-0.pt"
-    process = subprocess.Popen(command(*args), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + 200
-    while not second.exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.001)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    done = len(torch.load(second, weights_only=True)["state"]["curve"]["upper"])
+    scripts.kill_at("hyper_cleaning", tmp_path / "killed", "RHG-30-0.pt", *args)
+    folder = tmp_path / "killed" / "digits"
+    done = len(torch.load(folder / "RHG-30-0.pt", weights_only=True)["state"]["curve"]["upper"])
     assert 1 <= done < 12  # in the middle
-    before = (tmp_path / "killed" / "digits" / "BDA-30-0.pt").stat().st_mtime_ns
+    before = (folder / "BDA-30-0.pt").stat().st_mtime_ns
 
-    finished = script(*args, "--resume")
-    assert finished.returncode == 0, finished.stderr
+    scripts.run("hyper_cleaning", "--out", tmp_path / "killed", *args, "--resume")
     resumed = json.loads((tmp_path / "killed" / "digits.json").read_text())
-    assert without_times(resumed) == without_times(undisturbed)
-    assert (tmp_path / "killed" / "digits" / "BDA-30-0.pt").stat().st_mtime_ns == before  # not run again
+    for part in ("settings", "cells", "plain"):
+        assert scripts.without_times(resumed[part]) == scripts.without_times(undisturbed[part])
+    assert (folder / "BDA-30-0.pt").stat().st_mtime_ns == before  # not run again
     again = example.run(options(tmp_path / "killed", resume=True), "digits", whole)
     assert again["cells"] == resumed["cells"]  # nothing is left to do, not even the times change
     with pytest.raises(SystemExit, match="iterations was 12 and is 13"):
