@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._context.forward import inside_checkpoint, refuse_checkpoint, surroundings
+from ._context.forward import refuse_checkpoint, surroundings
 from ._modules.skeleton import Skeleton
 from ._rollout.losses import Trace
 from ._step.gradients import gradient
 from ._step.objective import Loss, Objective
 from ._step.tasks import TaskMapper, TasksObjective
 from ._step.update import Update
+from ._support.torch_private import MODULE_DICTS, inside_checkpoint, pre_hooks, replace_pre_hooks
 from ._support.tree import tensors
 from ._support.types import InnerState
 
@@ -46,7 +46,7 @@ class FunctionalModule(nn.Module):
         """Lay `state` into `skeleton`; `names` are those of its parameters, and `update` what changes them."""
         super().__init__()
         content = self.__dict__
-        for key in ("_parameters", "_buffers", "_modules"):
+        for key in MODULE_DICTS:
             content[key] = skeleton.root.__dict__[key]
         content.update(
             _skeleton=skeleton,
@@ -169,9 +169,9 @@ class FunctionalModule(nn.Module):
             return functools.wraps(value)(lambda *args, **kwargs: self._call(value, args, kwargs))
         if isinstance(value, nn.Module) and not self._recomputed:
             for part in value.modules():
-                if _GUARD not in part._forward_pre_hooks:
-                    hooks = OrderedDict({_GUARD: _refuse_checkpoint, **part._forward_pre_hooks})
-                    part.__dict__["_forward_pre_hooks"] = hooks
+                hooks = pre_hooks(part)
+                if _GUARD not in hooks:
+                    replace_pre_hooks(part, {_GUARD: _refuse_checkpoint, **hooks})
         return value
 
     def __getitem__(self, index: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._context.forward import refuse_reentrant, sequence_number
+from ._context.forward import refuse_reentrant
 from ._functional_module import FunctionalModule
 from ._modules.skeleton import Skeleton
 from ._optimizer import BDAInnerOptimizer, from_torch, refuse_extrapolation
@@ -24,6 +24,7 @@ from ._step.update import Group, Update
 from ._support.autograd_graph import refuse_once_differentiable
 from ._support.checks import check_ambient, check_count
 from ._support.slots import Template
+from ._support.torch_private import sequence_number
 from ._support.tree import detach
 from ._support.types import InnerState, Record
 from .prox import NO_HYPER

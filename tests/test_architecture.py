@@ -75,6 +75,33 @@ def test_optional_and_test_code_stays_outside() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+PRIVATE_PARTS = "_support/torch_private.py"
+PRIVATE_ATTRIBUTES = {  # of tensors, nodes, modules and operators; they count as strings, too: `getattr(node, "...")`
+    *("_version", "_sequence_nr", "_forward_cls", "_schema", "_orig_mod", "_compiled_call_impl"),
+    *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"),
+}
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Private names of torch in a file: imports, attributes of `torch`, attributes of its objects, names of nodes."""
+    is_private = re.compile(r"torch(\.\w+)*\._(?!_)|torch\.fx\.experimental")
+    yield from (name for name, _ in imports(path) if is_private.match(name))
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+            text = node.attr
+            if is_private.match(whole := ast.unparse(node)):
+                yield whole
+        if text in PRIVATE_ATTRIBUTES or re.fullmatch(r"\w+Backward\d*|torch::autograd::\w+", text):
+            yield text
+
+
+def test_private_parts_of_torch_are_in_one_file() -> None:
+    wrong = [f"{path.relative_to(ROOT)}: {name}" for path in MODULES for name in private_names(path)]
+    elsewhere = [line for line in wrong if not line.startswith(f"bda_optim/{PRIVATE_PARTS}")]
+    assert len(wrong) > len(elsewhere) and not elsewhere, "\n".join(elsewhere)
+
+
 def test_modules_are_short() -> None:
     lengths = {p.relative_to(PACKAGE).as_posix(): len(p.read_text(encoding="utf-8").splitlines()) for p in MODULES}
     long = {name: lines for name, lines in lengths.items() if lines > MAX_LINES and name not in LONGER}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .._context.environment import Ambient, fingerprints
 from .._support.tensors import is_differentiable
+from .._support.torch_private import version_of
 from .._support.tree import detach, replace_tensors, tensors
 from .base import Cotangents, Items, Result, Step, as_leaves, changed_in_place, pull_back, refuse_captured
 from .revolve import split
@@ -134,7 +135,7 @@ class Replay:
                 kept = self._shelf.put(state) if number else Kept(state, None)  # the caller's graph holds the first
                 self._stored[number] = Stored(kept, self._ambient.rng())
             item = self._items[number]
-            self._batch_versions.append([_version(t) for t in tensors(item)])
+            self._batch_versions.append([version_of(t) for t in tensors(item)])
             keep = self._recording or (self._starts is None and number == end - 1 and self._taped)
             if keep or number == 0 or self._prints is not None:
                 state, record, saved = self._step.record(state, hyper, item)
@@ -293,7 +294,7 @@ class Replay:
         """Return an item once more, after a look at whether its tensors are still the same."""
         item = self._items[number]
         for tensor, version in zip(tensors(item), self._batch_versions[number], strict=False):
-            if _version(tensor) != version:
+            if version_of(tensor) != version:
                 raise RuntimeError(changed_in_place(f"a tensor of the batch of step k={number + 1}", tensor))
         return item
 
@@ -304,7 +305,7 @@ class Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, replay: Replay, *leaves: Tensor) -> tuple[Tensor, ...]:
         """Run the first sweep."""
-        ctx.replay, ctx.leaves, ctx.versions = replay, leaves, [_version(t) for t in leaves]
+        ctx.replay, ctx.leaves, ctx.versions = replay, leaves, [version_of(t) for t in leaves]
         ctx.save_for_backward(*leaves)
         ctx.set_materialize_grads(False)
         outputs = tuple(t.clone() for t in replay.sweep(leaves))
@@ -316,7 +317,7 @@ class Replayed(torch.autograd.Function):
         """Replay; on the tape if the caller wants a graph of the backward pass."""
         replay: Replay = ctx.replay
         for name, tensor, version in zip(replay.names, ctx.leaves, ctx.versions, strict=True):
-            if _version(tensor) != version:
+            if version_of(tensor) != version:
                 raise RuntimeError(changed_in_place(name, tensor))
         leaves = ctx.saved_tensors  # a second backward without retain_graph raises here
         if torch.is_grad_enabled():
@@ -328,7 +329,3 @@ def _joined(records: Any) -> list[Tensor]:
     """Return all numbers of some records as one vector, so that two rows of them are compared at once."""
     numbers = [t.reshape(-1) for t in tensors(records)]
     return [torch.cat(numbers)] if numbers else []
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version

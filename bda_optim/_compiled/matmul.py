@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._support.torch_private import has_onednn_linear, onednn_linear
+
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
@@ -75,9 +77,7 @@ def _fits(left: Node, right: Node) -> bool:
     x, w = left.meta["val"], right.meta["val"]
     on_cpu = x.device.type == w.device.type == "cpu" and x.dtype == w.dtype == torch.float32
     large = x.numel() >= _LARGE_MATRIX and w.shape[1] <= _NARROW
-    return bool(
-        on_cpu and large and x.is_contiguous() and w.t().is_contiguous() and torch.backends.mkldnn.is_available()
-    )
+    return bool(on_cpu and large and x.is_contiguous() and w.t().is_contiguous() and has_onednn_linear())
 
 
 @functools.cache
@@ -85,7 +85,7 @@ def _is_faster(rows: int, inner: int, columns: int, threads: int) -> bool:
     """Measure both ways, in turns."""
     x, w = (torch.ones(size, inner, dtype=torch.float32, device="cpu") for size in (rows, columns))
     best: dict[str, float] = {}
-    ways: dict[str, Callable[[], Tensor]] = {"BLAS": lambda: x @ w.t(), "oneDNN": lambda: _linear(x, w)}
+    ways: dict[str, Callable[[], Tensor]] = {"BLAS": lambda: x @ w.t(), "oneDNN": lambda: onednn_linear(x, w)}
     for _ in range(_TURNS):
         for name, product in ways.items():
             start = time.perf_counter()
@@ -95,14 +95,9 @@ def _is_faster(rows: int, inner: int, columns: int, threads: int) -> bool:
     return best["oneDNN"] < 0.9 * best["BLAS"]
 
 
-def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-    return found
-
-
 @functools.cache
 def _operator() -> Any:
     """Return the product as an operator of its own, which the compiler calls as it is."""
-    found = torch.library.custom_op("bda_optim::narrow_product", _linear, mutates_args=())
+    found = torch.library.custom_op("bda_optim::narrow_product", onednn_linear, mutates_args=())
     found.register_fake(lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]))
     return torch.ops.bda_optim.narrow_product.default

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._support.torch_private import schema
+
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
@@ -83,24 +85,20 @@ def _extract(
     return fx.GraphModule(joint, graph)
 
 
-def _schema(node: Node) -> Any:
-    return getattr(node.target, "_schema", None)
-
-
 def _changes_arguments(node: Node) -> bool:
-    return node.op == "call_function" and getattr(_schema(node), "is_mutable", False)
+    return node.op == "call_function" and getattr(schema(node.target), "is_mutable", False)
 
 
 def _is_cheap(node: Node) -> bool:
     """Whether a result is had again for nothing, or nearly so."""
     if node.target is operator.getitem:
         return _is_cheap(node.all_input_nodes[0])
-    schema = _schema(node)
-    if schema is None:
+    signature = schema(node.target)
+    if signature is None:
         return False
-    if any(result.alias_info is not None for result in schema.returns):
+    if any(result.alias_info is not None for result in signature.returns):
         return True
-    name = schema.name.removeprefix("aten::").removeprefix("new_").removesuffix("_like")
+    name = signature.name.removeprefix("aten::").removeprefix("new_").removesuffix("_like")
     return name in _MADE or torch.Tag.pointwise in _tags(node)
 
 

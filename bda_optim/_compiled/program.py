@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._support.tensors import layout
+from .._support.torch_private import compile_graph, trace_graph, version_of
 from .._support.tree import detach
 from .matmul import narrow, spell_out
 
@@ -43,8 +44,6 @@ class Program:
 
 def trace(function: Function, inputs: Sequence[Tensor]) -> tuple[GraphModule, list[Tensor | None]]:
     """Return a function as a graph of tensor operations, and what it gave; the random state is as before."""
-    from torch.fx.experimental.proxy_tensor import make_fx  # with the compiler, this doubles the time of the import
-
     result: list[Tensor | None] = []
 
     def there(*flat: Tensor) -> list[Tensor]:
@@ -53,7 +52,7 @@ def trace(function: Function, inputs: Sequence[Tensor]) -> tuple[GraphModule, li
 
     before = torch.get_rng_state()
     try:
-        graph = make_fx(there)(*inputs)
+        graph = trace_graph(there, inputs)
     finally:
         torch.set_rng_state(before)
     return graph, detach(result)
@@ -84,7 +83,7 @@ class Pair:
     def versions(self, captured: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
         """Return the tensors of closures that both parts read, with their versions."""
         found = [captured[c] for c in self.ahead.constants if isinstance(c, int)]
-        return [(t, 0 if t.is_inference() else t._version) for t in found]
+        return [(t, version_of(t)) for t in found]
 
 
 def build_pair(
@@ -114,14 +113,11 @@ def build_pair(
 
 
 def _compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    import torch._inductor
-
     spell_out(graph)
     narrow(graph)
     graph.recompile()
     with torch.no_grad():
-        call: Callable[..., Any] = torch._inductor.compile(graph, list(inputs), options={"fallback_random": True})
-    return call
+        return compile_graph(graph, inputs)
 
 
 def _places(constants: Sequence[Tensor], captured: Sequence[Tensor]) -> list[int | Tensor]:

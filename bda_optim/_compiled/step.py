@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from .._adjoints.base import Cotangents, Step, Tape, changed_in_place, fresh, pull_back
 from .._adjoints.tangents import Tangents, push_forward
@@ -30,6 +29,7 @@ from .._context.environment import Ambient
 from .._step.aggregation import at_step, is_zero
 from .._step.step import BDAStep
 from .._support.tensors import is_differentiable, layout
+from .._support.torch_private import forward_gradients
 from .._support.tree import detach, replace_tensors, tensors
 from .._support.types import Item, Record
 from .cache import engine_of
@@ -204,7 +204,7 @@ class CompiledStep(Step):
                     for t, there in zip(start, where, strict=True)
                     if there
                 ]
-                with _set_fwd_grad_enabled(True):  # this runs inside of an autograd function, which disables it
+                with forward_gradients(True):  # this runs inside of an autograd function, which disables it
                     mixed = self._is_mixed(form, state, wanted, where, [*flat, *tangents])
                     joint = self._pull(form, state, wanted, where, mixed=mixed, whole=True)
                     first = len(start) + 2 * len(unit.items)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .._support.slots import Frozen
 from .._support.tensors import layout
+from .._support.torch_private import hook_counts
 
 _DEPTH = 3  # so many functions and objects are followed: a loss, a helper it calls, what that refers to
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
@@ -123,7 +124,7 @@ def _configuration(module: nn.Module) -> Iterator[Hashable]:
     """Yield the classes, flags and numbers of a module tree: what decides which operations it runs."""
     for name, child in module.named_modules():
         plain = ((key, value) for key, value in vars(child).items() if isinstance(value, _PLAIN))
-        yield name, type(child), tuple(plain), len(child._forward_hooks), len(child._forward_pre_hooks)
+        yield name, type(child), tuple(plain), *hook_counts(child)
 
 
 def _is_filled(cell: Any) -> bool:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _autograd as _hooks
 from torch.backends import cuda, mha
-from torch.utils import checkpoint as torch_checkpoint
+
+from .._support import torch_private
+from .._support.torch_private import inside_checkpoint
 
 _NO_HOOKS = (
     "the module uses torch.utils.checkpoint (or saved-tensor hooks) inside an inner step, whose recomputation would "
@@ -57,21 +58,10 @@ _ATTENTION: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
 _PLAIN_ATTENTION = _PlainAttention()
 
 
-def inside_checkpoint() -> bool:
-    """Whether a torch.utils.checkpoint is recording what it will recompute later."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return bool(hooks) and getattr(hooks[0], "__module__", "") == torch_checkpoint.__name__
-
-
 def refuse_checkpoint() -> None:
     """Raise inside a torch.utils.checkpoint."""
     if inside_checkpoint():
         raise RuntimeError(_NO_HOOKS)
-
-
-def sequence_number() -> int:
-    """Return the number of the next node that this thread adds to the autograd graph."""
-    return torch._C._autograd._get_sequence_nr()
 
 
 def refuse_reentrant(loss: Any, since: int) -> None:
@@ -83,9 +73,9 @@ def refuse_reentrant(loss: Any, since: int) -> None:
     seen: set[Any] = set(stack)
     while stack:
         node = stack.pop()
-        if node.name() == "CheckpointFunctionBackward":
+        if node.name() == torch_private.REENTRANT_CHECKPOINT:
             raise RuntimeError(_NO_HOOKS)
-        new = {n for n, _ in node.next_functions if n is not None and n._sequence_nr() >= since} - seen
+        new = {n for n, _ in node.next_functions if n is not None and torch_private.number_of(n) >= since} - seen
         seen |= new
         stack.extend(new)
 
@@ -103,13 +93,13 @@ class surroundings:
     def __enter__(self) -> None:
         """Turn the switches."""
         self._cache, self._user = torch.is_autocast_cache_enabled(), object()
-        self._allowed = not _hooks._saved_tensors_hooks_get_disabled_error_message()
+        self._allowed = not torch_private.hooks_are_forbidden()
         try:
             torch.set_autocast_cache_enabled(False)
             _PLAIN_ATTENTION.enter(self._user)
-            self._allowed = self._allowed and not _hooks._top_saved_tensors_default_hooks(False)
+            self._allowed = self._allowed and not torch_private.has_saved_tensor_hooks()
             if self._allowed:
-                _hooks._saved_tensors_hooks_disable(_NO_HOOKS)
+                torch_private.forbid_hooks(_NO_HOOKS)
         except BaseException:
             _surely(self._tidy)
             raise
@@ -120,7 +110,7 @@ class surroundings:
 
     def _tidy(self) -> None:
         if self._allowed:
-            _hooks._saved_tensors_hooks_enable()
+            torch_private.allow_hooks()
         torch.set_autocast_cache_enabled(self._cache)
         _PLAIN_ATTENTION.leave(self._user)
 

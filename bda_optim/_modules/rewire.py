@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._support.torch_private import COMPILED_CALL, MODULE_DICTS, compiled_original
+
 
 class Place(NamedTuple):
     """One tensor of the user's module and every spot of the skeleton that refers to it."""
@@ -38,7 +40,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     """
     if isinstance(module, torch.jit.ScriptModule):
         return module
-    inner = module.__dict__.get("_modules", {}).get("_orig_mod")
+    inner = compiled_original(module)
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         inner = module.module
     return module if inner is None else unwrap(inner)
@@ -60,12 +62,14 @@ def _twin(module: nn.Module, twins: dict[int, Any]) -> nn.Module:
     twin = object.__new__(type(module))  # past a `__new__` such as GraphModule's, which makes a class
     twins[id(module)] = twin
     content = dict(module.__dict__)
-    content.pop("_compiled_call_impl", None)  # `module.compile()` left it; it is bound to the user's module
-    for key in ("_parameters", "_buffers"):
-        content[key] = dict(content[key])
-    content["_modules"] = {
-        name: None if child is None else _twin(child, twins) for name, child in content["_modules"].items()
-    }
+    content.pop(COMPILED_CALL, None)  # bound to the user's module
+    params, buffers, children = (content[key] for key in MODULE_DICTS)
+    copies = (
+        dict(params),
+        dict(buffers),
+        {name: None if child is None else _twin(child, twins) for name, child in children.items()},
+    )
+    content.update(zip(MODULE_DICTS, copies, strict=True))
     twin.__dict__.update(content)
     for name in _slots(type(module)):  # type: ignore[arg-type]
         if hasattr(module, name):
@@ -81,7 +85,6 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 _EMPTY = (dict, OrderedDict, list, tuple, set, type(None))
-_OWN = ("_parameters", "_buffers", "_modules")  # made by `_twin`, and right already
 _ATOMS = (bool, int, float, str, torch.Tensor, nn.Parameter, torch.dtype, torch.device)
 
 
@@ -90,7 +93,7 @@ def _redirect(twin: nn.Module, twins: dict[int, Any], places: dict[int, Place]) 
     content = twin.__dict__
     for key, value in content.items():
         kind = type(value)
-        if kind in _ATOMS or key in _OWN or (kind in _EMPTY and not value):  # nearly all attributes of a layer
+        if kind in _ATOMS or key in MODULE_DICTS or (kind in _EMPTY and not value):  # nearly all attributes of a layer
             continue
         content[key] = _redirected(value, twins, places)
     _note(content, places)

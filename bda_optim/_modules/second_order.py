@@ -1,62 +1,72 @@
-"""Layers whose second derivative is wrong in torch: replaced in a module's twin, or marked for `autograd_graph`."""
+"""Layers whose second derivative is wrong in torch: corrected in a module's twin, or marked to be refused."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-
-class _Composed(nn.Module):
-    """Weight normalisation written out: torch's fused one has a wrong second derivative on the CPU."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, g: Tensor, v: Tensor) -> Tensor:
-        # Not `torch.norm_except_dim`, which vmap batches slowly, with a warning.
-        others = [d for d in range(v.dim()) if d != self.dim]
-        norm = torch.linalg.vector_norm(v) if self.dim == -1 else v.abs()
-        if others and self.dim != -1:
-            norm = torch.linalg.vector_norm(v, dim=others, keepdim=True)
-        weight: Tensor = v * (g / norm)
-        return weight
+from .._support import torch_private
+from .._support.autograd_graph import WithoutSecondDerivative
 
 
 def recompose(twin: nn.Module) -> None:
-    """Replace what torch differentiates wrongly the second time, or make it known to `autograd_graph`."""
+    """Replace what torch differentiates wrongly the second time, or mark it for `refuse_once_differentiable`."""
+    hooks = torch_private.pre_hooks(twin)
     if isinstance(twin, nn.Embedding):
-        twin.__dict__["sparse"] = False  # a sparse gradient has wrong derivatives in turn, and only SGD takes it
-    for name, child in twin._modules.items():
-        if isinstance(child, parametrizations._WeightNorm):
-            twin._modules[name] = _Composed(child.dim)
-        elif isinstance(child, parametrizations._SpectralNorm):
-            child.__dict__["_forward_pre_hooks"] = OrderedDict({-1: _mark_input, **child._forward_pre_hooks})
-    hooks = twin.__dict__["_forward_pre_hooks"]
+        twin.__dict__["sparse"] = False  # the derivative of a sparse gradient is wrong, and only SGD accepts one
+    elif isinstance(twin, torch_private.WeightNorm):
+        twin.__class__ = _WeightNorm  # type: ignore[assignment]
+    elif isinstance(twin, torch_private.SpectralNorm):
+        torch_private.replace_pre_hooks(twin, {-1: _mark_input, **hooks})
     if any(isinstance(hook, WeightNorm | SpectralNorm) for hook in hooks.values()):
-        twin.__dict__["_forward_pre_hooks"] = {key: _hook(hook) for key, hook in hooks.items()}
+        torch_private.replace_pre_hooks(twin, {key: _replaced(hook) for key, hook in hooks.items()})
 
 
-def _hook(hook: Any) -> Callable[[nn.Module, Any], None]:
+def _normalised(g: Tensor, v: Tensor, dim: int) -> Tensor:
+    """``g v / |v|``, the norm over all dimensions but `dim`, or over all of them if `dim` is -1.
+
+    torch's fused operation has a wrong second derivative on the CPU, and `vmap` batches `torch.norm_except_dim` slowly,
+    with a warning.
+    """
+    others = [d for d in range(v.dim()) if d != dim]
+    norm = torch.linalg.vector_norm(v) if dim == -1 else v.abs()
+    if others and dim != -1:
+        norm = torch.linalg.vector_norm(v, dim=others, keepdim=True)
+    weight: Tensor = v * (g / norm)
+    return weight
+
+
+class _WeightNorm(nn.Module):
+    """What the twin of torch's parametrization becomes; its `dim` stays."""
+
+    dim: int
+
+    def forward(self, g: Tensor, v: Tensor) -> Tensor:
+        return _normalised(g, v, self.dim)
+
+
+def _replaced(hook: Any) -> Callable[[nn.Module, Any], None]:
+    """Return what takes the place of a hook before a forward pass: the same hook, unless it is one of the two norms."""
+
     def normalise(module: nn.Module, inputs: Any) -> None:
-        g, v = getattr(module, hook.name + "_g"), getattr(module, hook.name + "_v")
-        setattr(module, hook.name, _Composed(hook.dim)(g, v))
+        g = getattr(module, hook.name + "_g")
+        v = getattr(module, hook.name + "_v")
+        setattr(module, hook.name, _normalised(g, v, hook.dim))
 
     def mark(module: nn.Module, inputs: Any) -> None:
-        own, name = module._parameters, hook.name + "_orig"
-        weight = own[name]
+        params = torch_private.own_parameters(module)
+        name = hook.name + "_orig"
+        weight = params[name]
         try:
-            own[name] = _Marked.apply(weight) if module.training else weight  # type: ignore[no-untyped-call]
+            params[name] = _Marked.apply(weight) if module.training else weight  # type: ignore[no-untyped-call]
             hook(module, inputs)
         finally:
-            own[name] = weight
+            params[name] = weight
 
     if isinstance(hook, WeightNorm):
         return normalise
@@ -68,10 +78,10 @@ def _mark_input(module: nn.Module, inputs: Any) -> Any:
 
 
 class _Marked(torch.autograd.Function):
-    """The identity before a spectral norm in training mode; `autograd_graph` recognises the node of its gradient.
+    """The identity before a spectral norm in training mode; it marks the gradient.
 
-    Each forward pass moves the singular vectors towards those of the weight, and torch takes them as constants: right
-    for a gradient, if they have converged, but not for the derivative of that gradient (off by 0.1 % on a toy).
+    Each forward pass moves the singular vectors towards those of the weight, and torch treats them as constants. If
+    they have converged, that is right for a gradient, but not for its derivative (0.1 % off on a toy problem).
     """
 
     generate_vmap_rule = True
@@ -90,13 +100,15 @@ class _Marked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return MovingSingularVectors.apply(grad)  # type: ignore[no-untyped-call]
+        return _MovingSingularVectors.apply(grad)  # type: ignore[no-untyped-call]
 
 
-class MovingSingularVectors(_Marked):
-    """The identity again; the name of its node is in `autograd_graph`."""
+class _MovingSingularVectors(_Marked, WithoutSecondDerivative):
+    """The identity in the graph of the gradient."""
+
+    operation = "spectral_norm in training mode"
+    alternative = "it in eval mode (that sub-module suffices)"
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """Pass on."""
         return grad

@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .._support.slots import Filler, Frozen, Slot, Slots
 from .._support.tensors import refuse_sharded
+from .._support.torch_private import own_buffers, own_parameters
 from .rewire import Place, _note, _redirect, _twin
 from .second_order import recompose
 
@@ -45,8 +46,8 @@ class Skeleton(Frozen):
         self._recurrent = any(isinstance(twin, nn.RNNBase) for twin in twins.values())
         different = dict.fromkeys(twins.values())
         for twin in different:  # these spots come first: a forward pass may assign another tensor to a buffer's name
-            _note(twin._parameters, places)
-            _note(twin._buffers, places)
+            _note(own_parameters(twin), places)
+            _note(own_buffers(twin), places)
         for twin in different:
             _redirect(twin, twins, places)
             recompose(twin)

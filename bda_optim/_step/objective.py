@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .._context.forward import refuse_reentrant, sequence_number
+from .._context.forward import refuse_reentrant
 from .._modules.skeleton import Skeleton
 from .._support.slots import Frozen, Slot, Template
+from .._support.torch_private import sequence_number
 from .._support.tree import map_tensors, replace_tensors
 
 Loss: TypeAlias = Callable[[Any, Any, Any], Tensor]

@@ -9,22 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-# What torch knows no derivative of, by the name of the node that a first derivative leaves in the graph.
-_NO_SECOND_DERIVATIVE = {
-    "EmbeddingBagBackwardBackward0": ("EmbeddingBag", "an Embedding followed by mean or sum"),
-    "CdistBackwardBackward0": ("cdist", "(a.unsqueeze(-2) - b.unsqueeze(-3)).norm(dim=-1)"),
-    "PdistBackwardBackward0": ("pdist", "norms of differences"),
-    "MovingSingularVectorsBackward": ("spectral_norm in training mode", "it in eval mode (that sub-module suffices)"),
+from .torch_private import forward_class, undifferentiable
+
+_ALTERNATIVES = {
+    "EmbeddingBag": "an Embedding followed by mean or sum",
+    "cdist": "(a.unsqueeze(-2) - b.unsqueeze(-3)).norm(dim=-1)",
+    "pdist": "norms of differences",
+    "ctc_loss": "another loss",
+    "a function marked once_differentiable": "one whose backward can be differentiated",
 }
-_NO_FORMULA = "torch::autograd::NotImplemented"  # the node of any operation whose derivative torch does not have
-# A function marked so leaves a node that leads nowhere (or none): `autograd.grad` passes it by, without an error.
-_ONCE_NODE, _ONCE = "torch::autograd::Error", once_differentiable(lambda ctx: None).__code__
 
 
 def nodes(roots: Iterable[Tensor], ends: Iterable[Any] = ()) -> Iterator[Any]:
-    """Yield every node of the graph behind `roots` once, as far as the nodes `ends`, which are left out."""
+    """Yield every node of the graph behind `roots` once, up to the nodes `ends`, which are left out."""
     seen = {*ends}
     stack = [root.grad_fn for root in roots if root.grad_fn is not None and root.grad_fn not in seen]
     seen.update(stack)
@@ -38,39 +36,47 @@ def nodes(roots: Iterable[Tensor], ends: Iterable[Any] = ()) -> Iterator[Any]:
 
 
 def leaves(roots: Iterable[Tensor], ends: Iterable[Any] = ()) -> list[Tensor]:
-    """Return the leaf tensors that a graph leads to and that somebody holds.
+    """Return the leaf tensors that a graph leads to, except those that only the graph itself refers to.
 
-    A leaf that was made inside a loss (where a loop takes a gradient, or a gradient penalty) and is held by the graph
-    alone has a gradient that nobody can look at.
+    Such a leaf was made inside a loss (by a loop that takes a gradient, or by a gradient penalty): nobody can read its
+    gradient.
     """
     orphan = _references_of_an_orphan()
-    found = (node for node in nodes(roots, ends) if hasattr(node, "variable"))
-    return [node.variable for node in found if sys.getrefcount(node.variable) > orphan]
+    ends_of_graph = (node for node in nodes(roots, ends) if hasattr(node, "variable"))
+    return [node.variable for node in ends_of_graph if sys.getrefcount(node.variable) > orphan]
 
 
 @functools.cache
 def _references_of_an_orphan() -> int:
-    """Return what `sys.getrefcount` says of a leaf that only a graph holds."""
+    """Return the reference count of a leaf that only a graph refers to."""
     with torch.enable_grad():
         node: Any = torch.zeros((), device="cpu", requires_grad=True).neg().grad_fn
     return sys.getrefcount(node.next_functions[0][0].variable)
 
 
+class WithoutSecondDerivative(torch.autograd.Function):
+    """A function in the graph of a gradient that marks the gradient as one that must not be differentiated again.
+
+    Attributes:
+        operation: The operation that has no second derivative, for messages.
+        alternative: What to use instead.
+    """
+
+    operation: str
+    alternative: str
+
+
 def refuse_once_differentiable(roots: Iterable[Tensor]) -> None:
     """Raise where a gradient contains something that torch cannot differentiate again."""
     for node in nodes(roots):
-        found = _NO_SECOND_DERIVATIVE.get(node.name())
-        if node.name() == _NO_FORMULA:
-            near = [following.name() for following, _ in node.next_functions if following is not None]
-            found = ("an operation near " + ", ".join(near), "another one")
-            if "CtcLossBackward0" in near:
-                found = ("ctc_loss", "another loss")
-        backward = getattr(getattr(node, "_forward_cls", None), "backward", None)
-        if node.name() == _ONCE_NODE or getattr(backward, "__code__", None) is _ONCE:
-            found = ("a function marked once_differentiable", "one whose backward can be differentiated")
-        if found:
+        operation = undifferentiable(node)
+        alternative = _ALTERNATIVES.get(operation or "", "another one")
+        function = forward_class(node)
+        if isinstance(function, type) and issubclass(function, WithoutSecondDerivative):
+            operation, alternative = function.operation, function.alternative
+        if operation is not None:
             raise NotImplementedError(
-                f"torch has no second derivative of `{found[0]}`, which the inner loss uses, so no hypergradient "
-                f"passes through it. Use {found[1]} instead, or `adjoint=FirstOrder()` (in `innerloop_ctx` "
+                f"torch has no second derivative of `{operation}`, which the inner loss uses, so no hypergradient "
+                f"passes through it. Use {alternative} instead, or `adjoint=FirstOrder()` (in `innerloop_ctx` "
                 "`first_order=True`), which needs none."
             )

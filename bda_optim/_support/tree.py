@@ -1,4 +1,4 @@
-"""Trees of tensors: dicts, lists and tuples, and the nodes that are registered with torch."""
+"""Trees of tensors: dicts, lists and tuples, and classes that are registered as nodes with torch."""
 
 from __future__ import annotations
 
@@ -9,34 +9,36 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-# torch's own pytree serves only for the kinds of nodes that others have registered with it: it takes six times as long
-# on a rule's state, and each call of its `tree_flatten` leaves a reference cycle behind.
+from .torch_private import REGISTERED, registered_children, registered_like
+
+# torch's own pytree functions are not used: they take six times as long on a rule's memory, and each call of
+# `tree_flatten` leaves a reference cycle behind.
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """Return the tensors of a tree of dicts, lists and tuples, in order."""
-    found: list[Tensor] = []
-    _collect(tree, found)
-    return found
+    """Return the tensors of a tree, in order."""
+    collected: list[Tensor] = []
+    _collect(tree, collected)
+    return collected
 
 
-def _collect(tree: Any, found: list[Tensor]) -> None:
+def _collect(tree: Any, collected: list[Tensor]) -> None:
     if isinstance(tree, Tensor):
-        found.append(tree)
+        collected.append(tree)
     elif isinstance(tree, (tuple, list)):
         for item in tree:
-            _collect(item, found)
+            _collect(item, collected)
     elif isinstance(tree, dict):
         for item in tree.values():
-            _collect(item, found)
-    elif type(tree) in pytree.SUPPORTED_NODES:
-        found.extend(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+            _collect(item, collected)
+    elif type(tree) in REGISTERED:
+        for _, item in registered_children(tree):
+            _collect(item, collected)
 
 
 def map_leaves(function: Callable[[Any], Any], kind: type | tuple[type, ...], tree: Any) -> Any:
-    """Apply `function` to every leaf of a kind; other leaves stay."""
+    """Apply `function` to every leaf that is an instance of `kind`; other leaves stay."""
     if isinstance(tree, kind):
         return function(tree)
     own = type(tree)
@@ -44,30 +46,32 @@ def map_leaves(function: Callable[[Any], Any], kind: type | tuple[type, ...], tr
         return own([map_leaves(function, kind, item) for item in tree])
     if own is dict:
         return {key: map_leaves(function, kind, item) for key, item in tree.items()}
-    if isinstance(tree, tuple) and hasattr(own, "_fields"):
-        return own(*[map_leaves(function, kind, item) for item in tree])
     if _is_node(tree):
         return _like(tree, [map_leaves(function, kind, item) for item in _items(tree)])
-    return pytree.tree_map_only(kind, function, tree) if own in pytree.SUPPORTED_NODES else tree
+    return tree
 
 
 def _is_node(tree: Any) -> bool:
-    """Whether something is a tuple, list or dict, of whatever class; a shape is a value."""
-    return isinstance(tree, tuple | list | dict) and not isinstance(tree, torch.Size)
+    """Whether something has children: a tuple, list or dict of any class, or a registered node. A shape is a leaf."""
+    return (isinstance(tree, tuple | list | dict) or type(tree) in REGISTERED) and not isinstance(tree, torch.Size)
 
 
 def _items(node: Any) -> Iterable[Any]:
-    return node.values() if isinstance(node, dict) else node
+    if isinstance(node, dict):
+        return node.values()
+    return node if isinstance(node, tuple | list) else [child for _, child in registered_children(node)]
 
 
 def _like(node: Any, items: list[Any]) -> Any:
-    """Return a container like `node`, of its class, with other items."""
+    """Return a node of the class of `node` with other items."""
     own = type(node)
-    if own is tuple or own is list:
-        return own(items)
     if isinstance(node, tuple):
         return own(*items) if hasattr(own, "_fields") else own(items)
-    new = copy.copy(node)
+    if own is list:
+        return items
+    if not isinstance(node, dict | list):
+        return registered_like(node, items)
+    new: Any = copy.copy(node)
     if isinstance(node, dict):
         new.update(zip(node, items, strict=True))
     else:
@@ -91,14 +95,12 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 def _structure(tree: Any, leaves: list[Any]) -> Any:
     if _is_node(tree):
         return _like(tree, [_structure(item, leaves) for item in _items(tree)])
-    if type(tree) in pytree.SUPPORTED_NODES:
-        return pytree.tree_map(lambda leaf: _structure(leaf, leaves), tree)
     leaves.append(tree)
     return Leaf(len(leaves) - 1)
 
 
 def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
-    """Return a tree of that structure."""
+    """Return the tree of that structure with these leaves."""
     return map_leaves(lambda leaf: leaves[leaf.index], Leaf, structure)
 
 
@@ -108,12 +110,12 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def detach(tree: Any) -> Any:
-    """Cut every tensor of a tree off its graph."""
+    """Detach every tensor of a tree."""
     return map_tensors(Tensor.detach, tree)
 
 
 def replace_tensors(tree: Any, values: Sequence[Any]) -> Any:
-    """Put `values` where the tensors of a tree stand, in order."""
+    """Replace the tensors of a tree by `values`, in order."""
     source = iter(values)
     return map_leaves(lambda _: next(source), Tensor, tree)
 
@@ -125,14 +127,14 @@ def named_leaves(tree: Any, name: str) -> tuple[list[tuple[str, Any]], Any]:
 
 
 def _names(tree: Any, name: str) -> Iterator[str]:
-    if isinstance(tree, dict):
-        for key, item in tree.items():
-            yield from _names(item, f"{name}[{key!r}]")
-    elif _is_node(tree):
-        for i, item in enumerate(tree):
-            yield from _names(item, f"{name}.{tree._fields[i]}" if hasattr(tree, "_fields") else f"{name}[{i}]")
-    elif type(tree) in pytree.SUPPORTED_NODES:
-        for path, item in pytree.tree_flatten_with_path(tree)[0]:
-            yield from _names(item, name + pytree.keystr(path))
-    else:
+    if not _is_node(tree):
         yield name
+        return
+    if isinstance(tree, dict):
+        paths = [f"[{key!r}]" for key in tree]
+    elif isinstance(tree, tuple | list):
+        paths = [f".{field}" for field in getattr(tree, "_fields", ())] or [f"[{i}]" for i in range(len(tree))]
+    else:
+        paths = [path for path, _ in registered_children(tree)]
+    for path, item in zip(paths, _items(tree), strict=True):
+        yield from _names(item, name + path)

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from .._modules.rewire import unwrap
 from .._support.tensors import describe, is_sharded
-from .._support.tree import map_leaves, map_tensors, named_leaves, replace_tensors, tensors
+from .._support.tree import flatten, map_leaves, map_tensors, named_leaves, replace_tensors, tensors
 from ._ranks import divide, pack, place, unpack
 
 
@@ -92,7 +91,7 @@ class Averager:
 
     def __init__(self, upper: Any, *, local: Any = None, group: Any = None, bucket_mb: float = 25.0) -> None:
         """Collect the upper variables, and make them equal on all ranks."""
-        modules = [leaf for leaf in pytree.tree_leaves(upper) if isinstance(leaf, nn.Module)]
+        modules = [leaf for leaf in flatten(upper)[0] if isinstance(leaf, nn.Module)]
         self._group = group
         self._parallel = [part for m in modules for part in m.modules() if isinstance(part, DistributedDataParallel)]
         self.local = map_leaves(unwrap, nn.Module, upper) if local is None else local
@@ -166,7 +165,7 @@ class Averager:
     @torch.no_grad()
     def _broadcast(self) -> None:
         """Give every rank the variables and buffers of the first one; sharded ones are one tensor anyway."""
-        modules = [leaf for leaf in pytree.tree_leaves(self.local) if isinstance(leaf, nn.Module)]
+        modules = [leaf for leaf in flatten(self.local)[0] if isinstance(leaf, nn.Module)]
         alike = [t for t in self._own.values() if not is_sharded(t)]
         alike += [buffer for module in modules for buffer in module.buffers()]
         everyone: Any = dist.group.WORLD

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .._context.forward import surroundings
 from .._functional_module import FunctionalModule
@@ -26,6 +25,8 @@ from .._modules.skeleton import Skeleton
 from .._step.objective import Loss
 from .._support.autograd_graph import leaves
 from .._support.tensors import any_requires_grad, describe
+from .._support.torch_private import own_buffers
+from .._support.tree import flatten, unflatten
 from ._ranks import divide, pack, place, unpack
 
 
@@ -84,7 +85,7 @@ class DataParallel:
 @contextlib.contextmanager
 def _shared(tree: Any, group: Any) -> Iterator[tuple[Any, list[Tensor]]]:
     """Yield a tree whose variables are this rank's copies, and the copies; modules are copied without their tensors."""
-    parts, spec = pytree.tree_flatten(tree)
+    parts, spec = flatten(tree)
     skeletons = {i: Skeleton(_plain(part)) for i, part in enumerate(parts) if isinstance(part, nn.Module)}
     found: dict[int, Tensor] = {}
     for i, part in enumerate(parts):
@@ -101,12 +102,12 @@ def _shared(tree: Any, group: Any) -> Iterator[tuple[Any, list[Tensor]]]:
         else:
             parts[i] = copies.get(id(part), part)
     with surroundings():
-        yield pytree.tree_unflatten(parts, spec), list(copies.values())
+        yield unflatten(parts, spec), list(copies.values())
     for skeleton in skeletons.values():  # a forward pass may assign another tensor to a buffer's name
         for name, spot in skeleton.buffers.items():
             if spot.get() is not spot.original:
                 path, _, key = name.rpartition(".")
-                skeleton.module.get_submodule(path)._buffers[key] = spot.get()
+                own_buffers(skeleton.module.get_submodule(path))[key] = spot.get()
 
 
 def _plain(module: nn.Module) -> nn.Module:

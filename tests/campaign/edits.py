@@ -174,7 +174,7 @@ EDITS: dict[str, Edit] = {
         "tests/test_buffers.py -k keeps_the_lower",
     ),
     "weight norm as torch has it": Edit(
-        "_modules/second_order.py", "twin._modules[name] = _Composed(child.dim)", "pass", "tests/test_functional.py -k weight_norm"
+        "_modules/second_order.py", "twin.__class__ = _WeightNorm", "pass", "tests/test_functional.py -k weight_norm"
     ),
     "moving singular vectors pass": Edit(
         "_modules/second_order.py", "map(_Marked.apply, inputs)", "inputs", "tests/test_second_derivatives.py -k spectral"
@@ -196,7 +196,7 @@ EDITS: dict[str, Edit] = {
         "tests/test_modules.py -k attention",
     ),
     "once differentiable operations pass": Edit(
-        "_support/autograd_graph.py", "        if found:\n", "        if False:\n", "tests/test_second_derivatives.py -k without_a_second"
+        "_support/autograd_graph.py", "if operation is not None:", "if False:", "tests/test_second_derivatives.py -k without_a_second"
     ),
     "a tensor that is hyper and a setting counts half": Edit(
         "_hypergradient.py", "for p in (a, b) if p is not None)", "for p in (a,) if p is not None)",

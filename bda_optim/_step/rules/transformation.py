@@ -8,9 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from ..._support.tree import detach
+from ..._support.tree import detach, flatten, tensors, unflatten
 from ..._support.types import Move, RuleState, Settings
 from .base import _settings
 from .sgd import SGD
@@ -20,7 +19,7 @@ class _Form(NamedTuple):
     """What the state of a transformation looks like for given parameters."""
 
     kind: str
-    spec: pytree.TreeSpec
+    structure: Any
     types: list[torch.dtype | type]
     needs_graph: bool  # torchopt's `register_hook` takes only gradients that require grad
 
@@ -52,8 +51,8 @@ class Transformation:
 
     def init(self, params: Sequence[Tensor], settings: Settings) -> RuleState:
         """Return the leaves of the transformation's state, under the names of its parts."""
-        leaves = pytree.tree_leaves(self.transformation.init(tuple(params)))
-        return {self._form(params).kind: [_detached(leaf) for leaf in leaves]}
+        leaves = flatten(self.transformation.init(tuple(params)))[0]
+        return {self._form(params).kind: detach(leaves)}
 
     def point(self, params: Sequence[Tensor], state: Any, settings: Settings) -> Sequence[Tensor]:
         """Return where the gradients are taken: at the parameters themselves."""
@@ -74,9 +73,9 @@ class Transformation:
             shown = tuple(None if g is None else g.detach().requires_grad_() for g in grads)
         with torch.set_grad_enabled(tracked or form.needs_graph):
             updates, after = self.transformation.update(
-                shown, pytree.tree_unflatten(before, form.spec), params=tuple(params), inplace=False
+                shown, unflatten(before, form.structure), params=tuple(params), inplace=False
             )
-        new = [_kept(*entry) for entry in zip(pytree.tree_leaves(after), before, leaves, strict=True)]
+        new = [_kept(*entry) for entry in zip(flatten(after)[0], before, leaves, strict=True)]
         moves = [None if g is None or u is None else Move(u, -1.0) for g, u in zip(grads, updates, strict=True)]
         if not tracked:
             moves, new = detach((moves, new))
@@ -86,12 +85,12 @@ class Transformation:
         key = tuple((p.shape, p.dtype) for p in params)
         if key not in self._forms:
             state = self.transformation.init(tuple(params))
-            leaves, spec = pytree.tree_flatten(state)
+            leaves, structure = flatten(state)
             types = [leaf.dtype if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
             small = tuple(torch.zeros([min(size, 1) for size in shape], dtype=dtype) for shape, dtype in key)
             with torch.random.fork_rng(devices=[]):
                 needs_graph = self._needs_graph(small)
-            self._forms[key] = _Form("+".join(_parts(state)) or "no state", spec, types, needs_graph)
+            self._forms[key] = _Form("+".join(_parts(state)) or "no state", structure, types, needs_graph)
         return self._forms[key]
 
     def _needs_graph(self, params: tuple[Tensor, ...]) -> bool:
@@ -106,7 +105,7 @@ class Transformation:
             grads = tuple(torch.ones_like(p).requires_grad_(graph) for p in params)
             with torch.set_grad_enabled(graph):
                 result = self.transformation.update(grads, state, params=params, inplace=False)
-            return pytree.tree_map(_detached, result)
+            return detach(result)
 
         needs_graph = False
         try:
@@ -114,10 +113,10 @@ class Transformation:
         except RuntimeError:
             needs_graph, first = True, call(True)
         second = call(needs_graph)
-        if pytree.tree_structure(first[1]) != pytree.tree_structure(state):
+        if repr(flatten(first[1])[1]) != repr(flatten(state)[1]):
             raise ValueError("a transformation's state must keep its structure; got another after an update.")
-        pairs = zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=True)
-        if not all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and not a.isnan().any()):
+        pairs = zip(tensors(first), tensors(second), strict=True)
+        if not all(torch.equal(a, b) for a, b in pairs if not a.isnan().any()):
             raise ValueError(
                 "a transformation must be a pure function, for a rollout to be replayed; got two results for the same "
                 "arguments, as of torchopt's momentum with dampening. Use `rule=torch.optim.SGD` and its `dampening=`."
@@ -131,10 +130,6 @@ def _parts(state: Any) -> list[str]:
         return []
     own = [type(state).__name__] if hasattr(state, "_fields") else []
     return own + [part for entry in state for part in _parts(entry)]
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _restored(leaf: Any, kind: torch.dtype | type) -> Any:

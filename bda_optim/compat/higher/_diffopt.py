@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bda_optim._context.forward import refuse_reentrant, sequence_number
+from bda_optim._context.forward import refuse_reentrant
 from bda_optim._step.gradients import Grads, gradient
 from bda_optim._support.checks import check_ambient
+from bda_optim._support.torch_private import sequence_number
 from bda_optim._support.tree import map_tensors
 
 from ._override import Override, per_group

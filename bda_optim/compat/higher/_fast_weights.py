@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bda_optim._context.forward import inside_checkpoint, refuse_checkpoint, surroundings
+from bda_optim._context.forward import refuse_checkpoint, surroundings
 from bda_optim._modules.rewire import Place, _Entries
 from bda_optim._modules.skeleton import Skeleton
+from bda_optim._support.torch_private import inside_checkpoint
 
 Spots = list[tuple[Any, Any]]
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from bda_optim._modules.skeleton import Skeleton
+from bda_optim._support.torch_private import MODULE_DICTS, PARAMETERS, own_buffers, own_parameters
 
 from ._fast_weights import FastWeights, leaf
 
@@ -55,7 +56,7 @@ class _Patched(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a tensor in the place of a parameter becomes one of the fast weights."""
-        old = self.__dict__.get("_parameters", {}).get(name)
+        old = self.__dict__.get(PARAMETERS, {}).get(name)
         if old is not None and isinstance(value, Tensor):
             self.__dict__[_WEIGHTS].replace(old, value)
         else:
@@ -82,14 +83,15 @@ def _registering(name: str) -> Any:
     @functools.wraps(getattr(nn.Module, name))
     def register(self: _Patched, *args: Any, **kwargs: Any) -> Any:
         for key, value in self.__dict__.items():
-            if isinstance(value, dict | set) and key.startswith("_") and key not in _OWN:
+            if (
+                isinstance(value, dict | set) and key.startswith("_") and key not in MODULE_DICTS
+            ):  # a twin has its own anyway
                 self.__dict__[key] = copy.copy(value)
         return getattr(super(_Patched, self), name)(*args, **kwargs)
 
     return register
 
 
-_OWN = ("_parameters", "_buffers", "_modules")  # a twin has its own anyway
 for _name in dir(nn.Module):
     if _name.startswith("register_"):
         setattr(_Patched, _name, _registering(_name))
@@ -114,7 +116,7 @@ class FunctionalModule(_Patched):
         chosen = weights.at(time)
         if recurse:
             return iter(chosen)
-        own = [id(tensor) for tensor in self._parameters.values()]
+        own = [id(tensor) for tensor in own_parameters(self).values()]
         pairs = zip(weights.current(), chosen, strict=True)
         return iter([tensor for now, tensor in pairs if id(now) in own])
 
@@ -237,9 +239,9 @@ def buffer_sync(module: nn.Module, fmodule: nn.Module, device: Device = None) ->
     for path, source in module.named_modules(remove_duplicate=False):
         if path not in target:
             raise KeyError(f"the patched module has no sub-module {path!r}. Pass the module that it was made of.")
-        for name, value in source._buffers.items():
+        for name, value in own_buffers(source).items():
             copied = value if value is None else value.detach().clone().to(device or value.device)
-            target[path]._buffers[name] = copied
+            own_buffers(target[path])[name] = copied
 
 
 def _fresh(module: nn.Module, device: Device = None, *, keep_history: bool) -> tuple[Any, list[Tensor]]:

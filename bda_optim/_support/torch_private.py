@@ -1,0 +1,278 @@
+"""Every private part of torch that the package uses, with the versions that have it and the public alternative.
+
+No other file touches a private name of torch (`tests/test_architecture.py`); for each name, a test says what breaks if
+torch changes it (`tests/test_torch_private.py`). "Since" gives the first release from 2.0 on whose wheel has the name.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _autograd, _functorch
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd.function import once_differentiable
+from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
+from torch.utils import _pytree, checkpoint
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+# The two parametrizations whose second derivative torch has wrong. Since 2.1 and 2.0; the public functions
+# `weight_norm` and `spectral_norm` make instances, and the classes have no other name.
+WeightNorm = _WeightNorm
+SpectralNorm = _SpectralNorm
+
+# Switches forward-mode differentiation back on inside an autograd function, which disables it. Since 2.0; no public
+# alternative.
+forward_gradients = _set_fwd_grad_enabled
+
+
+# Trees.
+
+
+REGISTERED = _pytree.SUPPORTED_NODES
+"""The classes that are registered as nodes of a tree: since 2.0. torch has no public pytree module, but a class that is
+registered for `torch.func` or `torch.export` is registered here."""
+
+
+def registered_children(node: Any) -> list[tuple[str, Any]]:
+    """Return the children of a node of a registered class, each with the end of its path, such as ``[0]``."""
+    definition = REGISTERED[type(node)]
+    if with_keys := getattr(definition, "flatten_with_keys_fn", None):  # since 2.3, and optional
+        return [(str(key), child) for key, child in with_keys(node)[0]]
+    return [(f"[{i}]", child) for i, child in enumerate(definition.flatten_fn(node)[0])]
+
+
+def registered_like(node: Any, children: list[Any]) -> Any:
+    """Return a node like `node`, of a registered class, with other children."""
+    definition = REGISTERED[type(node)]
+    return definition.unflatten_fn(children, definition.flatten_fn(node)[1])
+
+
+# Tensors.
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; -1 for an inference tensor, which does not count.
+
+    `Tensor._version`: since before 2.0; no public alternative.
+    """
+    return -1 if tensor.is_inference() else tensor._version
+
+
+# The autograd graph.
+
+
+def sequence_number() -> int:
+    """Return the number of the next node that this thread adds to the autograd graph.
+
+    `torch._C._autograd._get_sequence_nr`: since 2.1; no public alternative.
+    """
+    return _autograd._get_sequence_nr()
+
+
+# The number of a node of the autograd graph. `Node._sequence_nr`: since 2.1; no public alternative. It is read of every
+# node of a loss in every step, so it is not wrapped in a Python function.
+number_of = operator.methodcaller("_sequence_nr")
+
+REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
+"""The name of the node of ``torch.utils.checkpoint(..., use_reentrant=True)``: since before 2.0."""
+
+_SECOND_ORDER_NODES = {
+    "EmbeddingBagBackwardBackward0": "EmbeddingBag",
+    "CdistBackwardBackward0": "cdist",
+    "PdistBackwardBackward0": "pdist",
+}
+_ONCE_DIFFERENTIABLE = once_differentiable(lambda ctx: None).__code__
+
+
+def forward_class(node: Any) -> Any:
+    """Return the `torch.autograd.Function` whose node this is; None for an operation of torch's own.
+
+    `Node._forward_cls`: since 2.0. The public name of a node, `node.name()`, is not unique.
+    """
+    return getattr(node, "_forward_cls", None)
+
+
+def undifferentiable(node: Any) -> str | None:
+    """Return what a node of a gradient's graph stands for if torch has no derivative of it; None if it has one.
+
+    The names of the nodes: since before 2.0. torch raises in the backward pass of some of these, and gives wrong
+    numbers for others: a function that is marked `once_differentiable` leaves a node that leads nowhere.
+    """
+    name = node.name()
+    backward = getattr(forward_class(node), "backward", None)
+    if name == "torch::autograd::Error" or getattr(backward, "__code__", None) is _ONCE_DIFFERENTIABLE:
+        return "a function marked once_differentiable"
+    if name == "torch::autograd::NotImplemented":
+        near = [following.name() for following, _ in node.next_functions if following is not None]
+        return "ctc_loss" if "CtcLossBackward0" in near else "an operation near " + ", ".join(near)
+    return _SECOND_ORDER_NODES.get(name)
+
+
+# Hooks on saved tensors.
+
+_top_hooks: Callable[[bool], Any] | None = getattr(_autograd, "_top_saved_tensors_default_hooks", None)  # since 2.8
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether hooks on saved tensors are active, of a checkpoint or of the user.
+
+    Before 2.8 the public context manager that forbids hooks is asked: it raises where there are some.
+    """
+    if _top_hooks is not None:
+        return bool(_top_hooks(False))
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks("hooks are active"):
+            return False
+    except RuntimeError:
+        return True
+
+
+def inside_checkpoint() -> bool:
+    """Whether a torch.utils.checkpoint is recording what it will recompute later.
+
+    Before 2.8 the hooks cannot be read, but torch's function is among the callers.
+    """
+    if _top_hooks is not None:
+        hooks = _top_hooks(False)
+        return bool(hooks) and getattr(hooks[0], "__module__", "") == checkpoint.__name__
+    callers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
+    return has_saved_tensor_hooks() and checkpoint.__name__ in callers
+
+
+def hooks_are_forbidden() -> bool:
+    """Whether hooks on saved tensors raise now.
+
+    This and the next two are what the public `torch.autograd.graph.disable_saved_tensors_hooks` does, since 2.0; that
+    one is a generator, which an interrupt can leave half-way.
+    """
+    return _autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+
+
+def forbid_hooks(message: str) -> None:
+    """Make hooks on saved tensors raise."""
+    _autograd._saved_tensors_hooks_disable(message)
+
+
+def allow_hooks() -> None:
+    """Allow hooks on saved tensors."""
+    _autograd._saved_tensors_hooks_enable()
+
+
+# vmap.
+
+
+def vmap_flat(
+    function: Callable[..., Sequence[Tensor | None]], values: Sequence[Tensor], size: int, randomness: str
+) -> list[Tensor | None]:
+    """Map a function of tensors over their first dimension, of `size` entries.
+
+    This is the public `torch.func.vmap` without the trees of its arguments: flattening them takes longer than small
+    operations do, and leaves reference cycles behind. The five functions of `torch._C._functorch`: since 2.0.
+    """
+    _load_decompositions()
+    outside = _functorch.maybe_current_level()
+    try:
+        level = _functorch._vmap_increment_nesting(size, randomness)
+        results = function(*[_functorch._add_batch_dim(value, 0, level) for value in values])
+        return [None if t is None else _functorch._remove_batch_dim(t, level, size, 0) for t in results]
+    finally:
+        if _functorch.maybe_current_level() != outside:  # an interrupt may come before the level is there
+            _functorch._vmap_decrement_nesting()
+
+
+@functools.cache
+def _load_decompositions() -> None:
+    """Make known to `vmap` how it batches some operations: a first call of the public one does so."""
+    torch.func.vmap(torch.neg)(torch.zeros(1, device="cpu"))
+
+
+# Modules.
+
+PARAMETERS = "_parameters"
+MODULE_DICTS = (PARAMETERS, "_buffers", "_modules")
+"""The attributes in which a module keeps its tensors and sub-modules: since before 2.0; no public alternative."""
+
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute that `module.compile()` sets: since 2.1. It is bound to the module."""
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return the dictionary of a module's own parameters, into which any tensor can be put."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Any]:
+    """Return the dictionary of a module's own buffers."""
+    return module._buffers
+
+
+def compiled_original(module: nn.Module) -> Any:
+    """Return the module inside the one that `torch.compile` makes, since 2.0; None of any other."""
+    return module.__dict__.get("_modules", {}).get("_orig_mod")
+
+
+def hook_counts(module: nn.Module) -> tuple[int, int]:
+    """Return how many hooks a module has behind and before its forward pass. Both dictionaries: since before 2.0."""
+    return len(module._forward_hooks), len(module._forward_pre_hooks)
+
+
+def pre_hooks(module: nn.Module) -> dict[int, Any]:
+    """Return the hooks before a module's forward pass."""
+    return module._forward_pre_hooks
+
+
+def replace_pre_hooks(module: nn.Module, hooks: dict[int, Any]) -> None:
+    """Give a module other hooks before its forward pass.
+
+    The public `register_forward_pre_hook` would change the dictionary, which a twin shares with the user's module.
+    """
+    module.__dict__["_forward_pre_hooks"] = OrderedDict(hooks)
+
+
+# The compiler.
+
+
+def trace_graph(function: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModule:
+    """Return the operations of a function of tensors as a graph. `make_fx`, of an experimental module: since 2.0."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # with the compiler, this doubles the time of the import
+
+    return make_fx(function)(*inputs)
+
+
+def compile_graph(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """Compile a graph of tensor operations; random numbers are drawn as uncompiled code draws them.
+
+    `torch._inductor.compile`: since 2.1. The public `torch.compile` would trace the graph once more and guard it.
+    """
+    import torch._inductor
+
+    compiled: Callable[..., Any] = torch._inductor.compile(graph, list(inputs), options={"fallback_random": True})
+    return compiled
+
+
+def schema(operator: Any) -> Any:
+    """Return what an operator says about its arguments and results; None of a plain function.
+
+    `OpOverload._schema`: since 2.0; no public alternative.
+    """
+    return getattr(operator, "_schema", None)
+
+
+def has_onednn_linear() -> bool:
+    """Whether there is `onednn_linear`: not in a build of torch without oneDNN."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return ``x @ weight.T``, computed by oneDNN. `torch.ops.mkldnn._linear_pointwise`: since 2.0."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return product

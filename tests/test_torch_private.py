@@ -1,0 +1,347 @@
+"""A canary per private name of torch: if one fails, its message says what the package would do wrong."""
+
+from __future__ import annotations
+
+import ast
+import collections
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils import checkpoint
+
+import bda_optim as bda
+from bda_optim._context.forward import surroundings
+from bda_optim._support import torch_private as private
+
+OLD_AND_NEW = pytest.mark.parametrize("old", [False, True], ids=["as installed", "as before 2.8"])
+
+
+@pytest.fixture
+def torch_of_age(monkeypatch: pytest.MonkeyPatch, old: bool) -> None:
+    if old:
+        monkeypatch.setattr(private, "_top_hooks", None)
+    elif private._top_hooks is None:
+        pytest.skip("this torch cannot read the hooks on saved tensors")
+
+
+# Trees.
+
+
+def test_registered_nodes() -> None:
+    tree = collections.deque([torch.ones(1), {"a": 2}], maxlen=5)
+    assert type(tree) in private.REGISTERED
+    children = private.registered_children(tree)
+    assert [name for name, _ in children] == ["[0]", "[1]"], "names of leaves in messages are wrong"
+    assert children[1][1] == {"a": 2}, "batches in classes of the user's lose their tensors"
+    same = private.registered_like(tree, [1, 2])
+    assert same == collections.deque([1, 2]) and same.maxlen == 5, "trees of the user's own classes are not rebuilt"
+
+
+# Tensors.
+
+
+def test_version_of_a_tensor() -> None:
+    y = torch.ones(2)
+    before = private.version_of(y)
+    y.add_(1)
+    assert private.version_of(y) > before, "a change in place between rollout and backward pass goes unnoticed"
+    with torch.inference_mode():
+        assert private.version_of(torch.ones(1)) == -1, "inference tensors in a batch raise"
+
+
+# The autograd graph.
+
+
+def test_numbers_of_nodes() -> None:
+    x = torch.ones(1, requires_grad=True)
+    early = x.exp().grad_fn
+    number = private.sequence_number()
+    late = x.exp().grad_fn
+    assert private.number_of(early) < number <= private.number_of(late), (
+        "a reentrant checkpoint outside the inner loop is refused, or one inside it is not"
+    )
+
+
+def test_name_of_a_reentrant_checkpoint() -> None:
+    y = checkpoint.checkpoint(torch.exp, torch.ones(1, requires_grad=True), use_reentrant=True)
+    assert y.grad_fn.name() == private.REENTRANT_CHECKPOINT, "the gradients inside a reentrant checkpoint are lost"
+
+
+class Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()
+
+
+class Once(Identity):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()
+
+
+def test_function_of_a_node() -> None:
+    x = torch.ones(1, requires_grad=True)
+    assert private.forward_class(Identity.apply(x).grad_fn) is Identity, "a moving spectral norm is not refused"
+    assert private.forward_class(x.exp().grad_fn) is None
+
+
+def embedding_bag() -> tuple[Tensor, Tensor]:
+    weight = torch.randn(4, 3, requires_grad=True)
+    return nn.functional.embedding_bag(torch.tensor([[0, 1]]), weight, mode="sum").square().sum(), weight
+
+
+def cdist() -> tuple[Tensor, Tensor]:
+    x = torch.randn(3, 2, requires_grad=True)
+    return torch.cdist(x, torch.randn(2, 2)).square().sum(), x
+
+
+def pdist() -> tuple[Tensor, Tensor]:
+    x = torch.randn(3, 2, requires_grad=True)
+    return torch.pdist(x).square().sum(), x
+
+
+def ctc_loss() -> tuple[Tensor, Tensor]:
+    x = torch.randn(5, 1, 4, requires_grad=True)
+    length = torch.tensor([5])
+    return nn.functional.ctc_loss(x.log_softmax(-1), torch.tensor([[1, 2]]), length, torch.tensor([2])), x
+
+
+def once() -> tuple[Tensor, Tensor]:
+    x = torch.randn(3, requires_grad=True)
+    return Once.apply(x.square()).sum(), x
+
+
+@pytest.mark.parametrize(
+    ("make", "operation"),
+    [
+        (embedding_bag, "EmbeddingBag"),
+        (cdist, "cdist"),
+        (pdist, "pdist"),
+        (ctc_loss, "ctc_loss"),
+        (once, "a function marked once_differentiable"),
+    ],
+)
+def test_operations_without_a_second_derivative(make: Any, operation: str) -> None:
+    """torch may learn a derivative: then the operation is refused without need, and its row can go."""
+    torch.manual_seed(0)
+    loss, x = make()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    nodes = [*walk(loss.grad_fn), *walk(grad.grad_fn)]
+    assert operation in {private.undifferentiable(node) for node in nodes}, (
+        f"the second derivative of {operation} is silently wrong, or raises without a name"
+    )
+
+
+def walk(root: Any) -> Iterator[Any]:
+    stack, seen = [root], {root}
+    while stack:
+        node = stack.pop()
+        yield node
+        following = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= following
+        stack.extend(following)
+
+
+def test_plain_operations_have_a_second_derivative() -> None:
+    x = torch.randn(3, requires_grad=True)
+    (grad,) = torch.autograd.grad(Identity.apply(x.exp()).sum(), x, create_graph=True)
+    assert {private.undifferentiable(node) for node in walk(grad.grad_fn)} == {None}
+
+
+# Hooks on saved tensors.
+
+
+@OLD_AND_NEW
+@pytest.mark.usefixtures("torch_of_age")
+def test_hooks_are_noticed() -> None:
+    assert not private.has_saved_tensor_hooks() and not private.inside_checkpoint()
+    with torch.autograd.graph.save_on_cpu():
+        assert private.has_saved_tensor_hooks(), "hooks of the user's are forbidden in an inner step"
+        assert not private.inside_checkpoint(), "hooks of the user's count as a checkpoint"
+    assert not private.has_saved_tensor_hooks() and not private.hooks_are_forbidden()
+    with torch.autograd.graph.disable_saved_tensors_hooks("no"):
+        assert not private.has_saved_tensor_hooks()
+        assert private.hooks_are_forbidden(), "asking for hooks changed whether they are allowed"
+
+
+@OLD_AND_NEW
+@pytest.mark.usefixtures("torch_of_age")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_is_noticed(reentrant: bool) -> None:
+    inside = []
+
+    def function(x: Tensor) -> Tensor:
+        inside.append(private.inside_checkpoint())
+        return x.exp()
+
+    checkpoint.checkpoint(function, torch.ones(1, requires_grad=True), use_reentrant=reentrant).backward()
+    assert inside == [not reentrant] * 2, "a checkpoint recomputes with the parameters of another step"
+
+
+@OLD_AND_NEW
+@pytest.mark.usefixtures("torch_of_age")
+def test_hypergradients_with_hooks_and_checkpoints() -> None:
+    """Hooks around a rollout are allowed, and so is a checkpoint; a checkpoint inside a loss is refused."""
+
+    def value(w: Tensor) -> Tensor:
+        y = torch.ones(2, dtype=torch.float64)
+        f = bda.rollout(lambda y, x, b: (x * y).square().sum(), None, y, w, steps=2, lr=0.1)
+        return f.square().sum()
+
+    w = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    want = torch.autograd.grad(value(w), w)
+    with torch.autograd.graph.save_on_cpu():
+        assert torch.equal(torch.autograd.grad(value(w), w)[0], want[0])
+    again = checkpoint.checkpoint(value, w, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(again, w)[0], want[0])
+
+    def lower(y: Tensor, x: Tensor, batch: Any) -> Tensor:
+        return checkpoint.checkpoint(lambda y: (x * y).square().sum(), y, use_reentrant=False)
+
+    with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint"):
+        bda.rollout(lower, None, torch.ones(2, dtype=torch.float64), w, steps=2, lr=0.1)
+
+
+def test_hooks_can_be_forbidden() -> None:
+    private.forbid_hooks("not here")
+    try:
+        with pytest.raises(RuntimeError, match="not here"), torch.autograd.graph.save_on_cpu():
+            pass
+        assert private.hooks_are_forbidden()
+    finally:
+        private.allow_hooks()
+    with torch.autograd.graph.save_on_cpu(), surroundings():  # nothing to forbid: the user's hooks are there first
+        assert private.has_saved_tensor_hooks()
+    assert not private.hooks_are_forbidden(), "after an inner step no checkpoint can be used any more"
+
+
+# vmap.
+
+
+def test_vmap_over_flat_tensors() -> None:
+    x, w = torch.randn(3, 4), torch.randn(3, 4)
+    got = private.vmap_flat(lambda x, w: [x @ w, None, torch.zeros(2)], [x, w], 3, "error")
+    want = torch.func.vmap(torch.dot)(x, w)
+    assert torch.equal(got[0], want) and got[1] is None, "tasks are computed wrongly"
+    assert got[2].shape == (3, 2), "what does not depend on the task lacks the task dimension"
+    with pytest.raises(ZeroDivisionError):
+        private.vmap_flat(lambda x: [1 / 0], [x], 3, "error")
+    assert torch._C._functorch.maybe_current_level() is None, "after an error everything runs inside a vmap"
+
+
+def test_vmap_knows_its_decompositions() -> None:
+    x = torch.randn(3, 4, 5)
+    (got,) = private.vmap_flat(lambda x: [torch.nn.functional.huber_loss(x, x + 2)], [x], 3, "error")
+    assert got.shape == (3,)
+
+
+# Modules.
+
+
+def test_dictionaries_of_a_module() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    assert all(isinstance(vars(module)[key], dict) for key in private.MODULE_DICTS), "modules cannot be given tensors"
+    assert private.PARAMETERS in vars(module), "patched modules of `compat.higher` do not notice an assignment"
+    assert private.own_parameters(module[1])["weight"] is module[1].weight
+    assert private.own_buffers(module[0])["running_mean"] is module[0].running_mean
+    other = torch.zeros(1, 2)
+    private.own_parameters(module[1])["weight"] = other  # no Parameter
+    assert module[1].weight is other and module[1](torch.ones(1, 2)) == module[1].bias
+
+
+def test_compiled_modules() -> None:
+    module = nn.Linear(1, 1)
+    assert private.compiled_original(module) is None
+    assert private.compiled_original(torch.compile(module, backend="eager")) is module, "compiled modules are refused"
+    module.compile(backend="eager")
+    assert private.COMPILED_CALL in vars(module), "an inner loop calls the user's compiled module, with its parameters"
+
+
+def test_hooks_before_a_forward_pass() -> None:
+    module = nn.Linear(1, 1)
+    calls: list[str] = []
+    module.register_forward_pre_hook(lambda module, inputs: calls.append("registered"))
+    module.register_forward_hook(lambda module, inputs, output: None)
+    assert private.hook_counts(module) == (1, 1), "a compiled step does not notice a new hook"
+    registered = private.pre_hooks(module)
+    private.replace_pre_hooks(module, {-1: lambda module, inputs: calls.append("first"), **registered})
+    module(torch.ones(1, 1))
+    assert calls == ["first", "registered"], "checkpoints in sub-modules and moving spectral norms are not refused"
+    assert len(registered) == 1, "a hook for the inner loop is left in the user's module"
+
+
+def test_parametrizations() -> None:
+    parametrizations = nn.utils.parametrizations
+    weight = parametrizations.weight_norm(nn.Linear(2, 2)).parametrizations.weight[0]
+    assert isinstance(weight, private.WeightNorm) and weight.dim == 0, "weight_norm's second derivative is wrong"
+    spectral = parametrizations.spectral_norm(nn.Linear(2, 2)).parametrizations.weight[0]
+    assert isinstance(spectral, private.SpectralNorm), "spectral_norm's second derivative is wrong"
+
+
+# The compiler.
+
+
+def test_graphs_are_traced() -> None:
+    graph = private.trace_graph(lambda x: [x.sin().cos()], [torch.ones(2)])
+    operators = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert operators == [torch.ops.aten.sin.default, torch.ops.aten.cos.default], "`compile=True` falls back"
+    assert private.schema(operators[0]).name == "aten::sin", "a compiled step cannot be divided"
+    assert not private.schema(operators[0]).is_mutable and private.schema(len) is None
+    assert private.schema(torch.ops.aten.view.default).returns[0].alias_info is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # the compiler's own imports
+def test_graphs_are_compiled() -> None:
+    x = torch.randn(3)
+    graph = private.trace_graph(lambda x: [x.exp() + torch.rand_like(x)], [x])
+    compiled = private.compile_graph(graph, [x])
+    torch.manual_seed(0)
+    want = x.exp() + torch.rand_like(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(compiled(x)[0], want, msg="dropout of a compiled step is not that of an uncompiled one")
+
+
+def test_forward_mode_inside_a_backward_pass() -> None:
+    tangents = []
+
+    class Function(Identity):
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            with private.forward_gradients(True), torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(torch.ones(1), torch.ones(1))
+                tangents.append(torch.autograd.forward_ad.unpack_dual(dual.exp()).tangent)
+            return grad
+
+    Function.apply(torch.ones(1, requires_grad=True)).backward()
+    assert tangents[0] is not None, "compiled steps are pulled back in mixed mode without tangents"
+
+
+def test_products_by_onednn() -> None:
+    if not private.has_onednn_linear():
+        pytest.skip("this torch has no oneDNN")
+    x, weight = torch.randn(5, 3), torch.randn(4, 3)
+    torch.testing.assert_close(private.onednn_linear(x, weight), x @ weight.T)
+
+
+def test_every_name_has_a_canary() -> None:
+    source = Path(private.__file__).read_text(encoding="utf-8")
+    canaries = Path(__file__).read_text(encoding="utf-8")
+    names = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+    missing = [name for name in names if not name.startswith("_") and f"private.{name}" not in canaries]
+    assert len(names) > 20 and not missing
