@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import START, difference_quotients, double, exact, leaf, lower, relative_error, run, upper
+from problems import EXACT, START, difference_quotients, double, exact, leaf, lower, relative_error, run, upper
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,16 +15,17 @@ import bda_optim as bda
 
 
 class Listed(Sequence[Any]):
-    """A sequence of one's own; it counts how often it is read."""
+    """A sequence that is neither list nor tuple; it notes the index of every read."""
 
     def __init__(self, items: list[Any]) -> None:
-        self.items, self.reads = items, 0
+        self.items = items
+        self.reads: list[int] = []
 
     def __len__(self) -> int:
         return len(self.items)
 
-    def __getitem__(self, index: Any) -> Any:
-        self.reads += 1
+    def __getitem__(self, index: int) -> Any:
+        self.reads.append(index)
         return self.items[index]
 
 
@@ -52,10 +53,31 @@ def test_kinds_of_batches(kind: Any, adjoint: Any) -> None:
     assert abs(want.item() - run().grad.item()) > 1e-3
 
 
-def test_a_sequence_is_read_when_it_is_needed() -> None:
-    batches = Listed([double(0.1)] * 9)
-    run(lambda y, x, b: lower(y, x + b), steps=9, batches=batches)
-    assert batches.reads == 9
+READERS = [
+    *EXACT,
+    bda.Checkpointed(every=1),
+    bda.Checkpointed(every=2),
+    bda.Truncated(last=4),
+    bda.Truncated(last=4, within=bda.Checkpointed()),
+    bda.FirstOrder(),
+]
+
+
+@pytest.mark.parametrize("adjoint", READERS, ids=str)
+def test_a_lazy_batch_is_read_once_by_each_step(adjoint: Any) -> None:
+    """A read may load a file: the forward sweep reads each batch once, in order, and so does every replayed step."""
+    batches, x, calls = Listed([double(0.1)] * 9), leaf(0.3), 0
+
+    def counted(y: Tensor, x: Tensor, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return lower(y, x + batch)
+
+    options = {"steps": 9, "lr": 0.2, "alpha": bda.harmonic(0.5), "batches": batches, "adjoint": adjoint}
+    y = bda.rollout(counted, upper, START, x, **options)
+    assert batches.reads == list(range(9))
+    upper(y, x).backward()
+    assert len(batches.reads) == calls
 
 
 @exact
