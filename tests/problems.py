@@ -1,8 +1,10 @@
-"""What several test files share: tensors, a small network, the paper's counter-example, and finite differences."""
+"""What several test files share: tensors, a network, the counter-example, finite differences, a look at garbage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -85,3 +87,27 @@ def relative_error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
     got_flat, want_flat = (torch.cat([t.detach().reshape(-1) for t in tensors]) for tensors in (got, want))
     assert want_flat.norm() > 1e-8, "a comparison with nothing proves nothing"
     return float((got_flat - want_flat).norm() / want_flat.norm())
+
+
+@contextlib.contextmanager
+def no_collector() -> Iterator[Callable[[], list[Any]]]:
+    """Switch the garbage collector off; what is yielded returns what only it could have freed since the last look.
+
+    What exists at the start is frozen: a collection would visit the half million objects of torch every time.
+    """
+
+    def look() -> list[Any]:
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        garbage, gc.garbage[:] = list(gc.garbage), []
+        gc.set_debug(0)
+        return garbage
+
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield look
+    finally:
+        gc.unfreeze()
+        gc.enable()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import math
 import random
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import difference_quotients, double, leaf, lower, relative_error, upper
+from problems import difference_quotients, double, leaf, lower, no_collector, relative_error, upper
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -689,19 +688,8 @@ def test_a_leaf_made_inside_a_loss_is_not_captured(adjoint: Any) -> None:
 @pytest.fixture
 def garbage() -> Iterator[Callable[[], list[Any]]]:
     """What only the garbage collector would free, of what was made since the last look; it does not run by itself."""
-
-    def look() -> list[Any]:
-        gc.collect()
-        found, gc.garbage[:] = list(gc.garbage), []
-        return found
-
-    gc.collect()
-    gc.disable()
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    yield look
-    gc.set_debug(0)
-    gc.garbage.clear()
-    gc.enable()
+    with no_collector() as look:
+        yield look
 
 
 def check_no_cycles(once: Callable[[], weakref.ref[Tensor]], garbage: Callable[[], list[Any]]) -> None:

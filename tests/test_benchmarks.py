@@ -32,6 +32,7 @@ def smoke(script: str, out: Path, *options: str) -> dict[str, object]:
     return json.loads((out / f"{script}.json").read_text("utf-8"))
 
 
+@pytest.mark.slow
 def test_against_peers(tmp_path: Path) -> None:
     chosen = ["mlp", "softmax", "conv", "transformer", "counterexample", "counterexample_bda", "aggregation"]
     found = smoke("against_peers", tmp_path, "--no-memory", "--only", *chosen)
@@ -41,6 +42,7 @@ def test_against_peers(tmp_path: Path) -> None:
         assert all(entry["relative_error"] < 1e-3 and entry["cpu_ms"] > 0 for entry in workload["entries"])
 
 
+@pytest.mark.slow
 def test_memory_vs_k(tmp_path: Path) -> None:
     found = smoke("memory_vs_k", tmp_path)
     memory, duration, long = found["parts"]
@@ -49,6 +51,7 @@ def test_memory_vs_k(tmp_path: Path) -> None:
     assert long["entries"][0]["peak_growth_mib"] < 1024
 
 
+@pytest.mark.slow
 def test_tasks(tmp_path: Path) -> None:
     found = smoke("tasks", tmp_path, "--no-memory")
     assert [workload["name"] for workload in found["workloads"]] == ["heads", "mlps", "mlps_5_shot"]
@@ -60,6 +63,7 @@ def test_adjoints(tmp_path: Path) -> None:
     assert all(e["relative_error"] < 1e-3 for e in found["entries"] if not e["name"].startswith("FirstOrder"))
 
 
+@pytest.mark.slow
 def test_scale(tmp_path: Path) -> None:
     found = smoke("scale", tmp_path, "--only", "mlp")
     (work,) = found["workloads"]

@@ -44,11 +44,13 @@ CHECKS = (
 )
 
 
-def test_over_three_two_and_one_ranks(tmp_path: Path) -> None:
-    """One test, because starting a rank takes seconds; what three ranks have written, two and one go on from."""
-    over_ranks(3, tmp_path, "rank_checks", *CHECKS, "writes_a_checkpoint")
-    (tmp_path / "store").unlink()
-    over_ranks(2, tmp_path, "rank_checks", *CHECKS, "resumes_a_checkpoint")
+@pytest.mark.parametrize("worlds", [(2,), pytest.param((3, 2), marks=pytest.mark.slow)], ids=str)
+def test_over_ranks(worlds: tuple[int, ...], tmp_path: Path) -> None:
+    """One test, because starting a rank takes seconds; what the first ranks wrote, fewer go on from, and then one."""
+    for world in worlds:
+        checkpoint = "writes_a_checkpoint" if world == worlds[0] else "resumes_a_checkpoint"
+        over_ranks(world, tmp_path, "rank_checks", *CHECKS, checkpoint)
+        (tmp_path / "store").unlink()
     model = rank_checks.Net(seed=7)
     outer = torch.optim.Adam(model.parameters(), lr=0.5)
     extra = distributed.load(tmp_path / "checkpoints", model, outer)
@@ -138,6 +140,7 @@ def module(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others_and_a_new_run_resumes(tmp_path: Path) -> None:
     script = str(Path(__file__).with_name("rank_run.py"))
     done = module(*TORCHRUN, script, str(tmp_path), "1")
@@ -179,6 +182,7 @@ ACCELERATE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launch", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
 def test_few_shot_over_ranks_is_that_of_one_process(
     launch: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

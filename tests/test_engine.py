@@ -125,25 +125,34 @@ def test_biased_adjoints_are_as_biased(adjoint: Any, traced: list[int]) -> None:
     close([counterexample(adjoint=adjoint, compile=True).grad], [counterexample(adjoint=adjoint).grad])
 
 
-@pytest.mark.parametrize("mode", ["reverse", "mixed"])
+def small_mlp() -> nn.Module:
+    return mlp(4, 8, 3)
+
+
+MODULES: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
+    "mlp": (small_mlp, (4,), {}),
+    "adam": (small_mlp, (4,), {"rule": torch.optim.Adam}),
+    "fista": (small_mlp, (4,), {"rule": bda.FISTA, "prox": bda.prox.l1(0.01)}),
+    "tasks-prox": (small_mlp, (4,), {"prox": bda.prox.group_lasso(0.01), "tasks": 3}),
+    "tasks-adafactor": (small_mlp, (4,), {"rule": torch.optim.Adafactor, "tasks": 3}),
+    "tasks-conv": (conv, (1, 6, 6), {"tasks": 2}),
+}
+LONG = ("fista", "tasks-adafactor", "tasks-conv")  # to trace for the mixed mode
+
+
 @pytest.mark.parametrize(
-    ("make", "shape", "options"),
-    [
-        pytest.param(lambda: mlp(4, 8, 3), (4,), {}, id="mlp"),
-        pytest.param(lambda: mlp(4, 8, 3), (4,), {"rule": torch.optim.Adam}, id="adam"),
-        pytest.param(lambda: mlp(4, 8, 3), (4,), {"rule": bda.FISTA, "prox": bda.prox.l1(0.01)}, id="fista"),
-        pytest.param(lambda: mlp(4, 8, 3), (4,), {"prox": bda.prox.group_lasso(0.01), "tasks": 3}, id="tasks-prox"),
-        pytest.param(lambda: mlp(4, 8, 3), (4,), {"rule": torch.optim.Adafactor, "tasks": 3}, id="tasks-adafactor"),
-        pytest.param(conv, (1, 6, 6), {"tasks": 2}, id="tasks-conv"),
-    ],
+    ("name", "mode"),
+    [(name, "reverse") for name in MODULES]
+    + [pytest.param(name, "mixed", marks=[pytest.mark.slow] * (name in LONG)) for name in MODULES],
 )
-def test_modules(make: Any, shape: Any, options: Any, mode: str, traced: list[int]) -> None:
+def test_modules(name: str, mode: str, traced: list[int]) -> None:
+    make, shape, options = MODULES[name]
     want = module_problem(make, shape, **options)
     close(module_problem(make, shape, compile=mode, **options), want)
     assert len(traced) >= 2
 
 
-@pytest.mark.parametrize("make", [dropout, Encoder])
+@pytest.mark.parametrize("make", [dropout, pytest.param(Encoder, marks=pytest.mark.slow)])
 def test_random_steps_draw_the_same_numbers_again(make: Any, traced: list[int]) -> None:
     shape, adjoint = ((4,), bda.Checkpointed(every=2)) if make is dropout else ((5, 8), bda.Unroll())
     want = module_problem(make, shape, adjoint=adjoint)
@@ -308,7 +317,7 @@ def test_no_grad_and_meta(traced: list[int]) -> None:
 
 
 def test_commit_after_a_compiled_rollout_keeps_plain_counts(traced: list[int]) -> None:
-    model = mlp(4, 8, 3).double()
+    model = small_mlp().double()
     inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.01, rule=torch.optim.Adam)
     data = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
     hyper = torch.zeros(6, dtype=torch.float64)
@@ -382,6 +391,7 @@ def test_engines_go_with_their_loss(traced: list[int]) -> None:
     assert engine() is None and not len(cache._engines)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_really_compiled() -> None:
     """The whole way once, with the compiler: a module, both levels, Adam."""

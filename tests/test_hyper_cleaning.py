@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -177,22 +178,14 @@ def options(out: Path, **changed: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**default, "out": out, "device": torch.device("cpu"), "resume": False, **changed})
 
 
-def command(*args: str) -> list[str]:
-    return [sys.executable, str(SCRIPT), *args]
-
-
-def script(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*args), env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=300)
-
-
-def test_smoke(example: ModuleType, tmp_path: Path) -> None:
-    done = script("--smoke", "--seeds", "0", "1", "--methods", "RHG", "BDA", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+def test_smoke(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scripts.run("hyper_cleaning", "--smoke", "--seeds", 0, 1, "--methods", "RHG", "BDA", "--out", tmp_path)
+    shown = capsys.readouterr()
+    assert shown.err == ""
     results = json.loads((tmp_path / "digits.json").read_text())
     assert len(results["cells"]) == 2 * 2 * 2 and {cell["steps"] for cell in results["cells"]} == {2, 40}
-    assert example.tables(results) in done.stdout
-    assert "| BDA |" in done.stdout and " ± " in done.stdout
+    assert example.tables(results) in shown.out
+    assert "| BDA |" in shown.out and " ± " in shown.out
     for name in ("digits_accuracy.png", "digits_weights.png", "digits_curves.png"):
         png = (tmp_path / name).read_bytes()
         assert png.startswith(b"\x89PNG\r\n") and len(png) > 20_000
@@ -217,9 +210,9 @@ def test_options(
 
 
 def test_missing_data(tmp_path: Path) -> None:
-    done = script("--data", str(tmp_path / "nowhere"), "--out", str(tmp_path))
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "mnist is not there" in done.stderr and f"_data.py mnist --root {tmp_path / 'nowhere'}" in done.stderr
+    nowhere = tmp_path / "nowhere"
+    with pytest.raises(SystemExit, match=rf"(?s)mnist is not there.*_data\.py mnist --root {re.escape(str(nowhere))}"):
+        scripts.run("hyper_cleaning", "--data", nowhere, "--out", tmp_path)
 
 
 def test_killed_and_resumed(example: ModuleType, tmp_path: Path) -> None:
@@ -260,6 +253,7 @@ print((peak() - before) / 1024)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from Linux's /proc")
 def test_memory_at_800_steps() -> None:
     """One upper iteration of BDA stays below 300 MiB over the data.
@@ -302,13 +296,10 @@ def test_hold_out(choice: ModuleType, example: ModuleType) -> None:
     assert torch.equal(rest.train.labels, data.train.labels)
 
 
-def test_choice_smoke(choice: ModuleType, tmp_path: Path) -> None:
-    path = str(SCRIPT.with_name("hyper_cleaning_choice.py"))
-    args = [sys.executable, path, "--smoke", "--out", str(tmp_path)]
-    done = subprocess.run(args, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_choice_smoke(choice: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scripts.run("hyper_cleaning_choice", "--smoke", "--out", tmp_path)
     results = json.loads((tmp_path / "digits.json").read_text())
-    assert choice.table(results) in done.stdout
+    assert choice.table(results) in capsys.readouterr().out
     for name, found in results["methods"].items():
         best = max(found["tried"], key=lambda row: row["held_out"][0])
         assert {key: best[key] for key in found["chosen"]} == found["chosen"]

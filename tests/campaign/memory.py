@@ -1,8 +1,8 @@
 """Memory: upper iterations without the garbage collector leave no cyclic object, no tensor and no growth behind.
 
-For each style of inner loop the collector is switched off, and after a warm-up so many upper iterations are run. Then
-the collector is asked what only it could have freed, the tensors that Python holds are counted, and the resident memory
-of the process is read.
+For each style of inner loop the collector is switched off, and upper iterations are run: a warm-up, then those that
+count. Then the collector is asked what only it could have freed, the tensors that Python holds are counted, and the
+resident memory of the process is read.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import ctypes
 import gc
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from problems import no_collector
 from torch import Tensor, nn
 
 import bda_optim as bda
 import bda_optim.compat.higher as higher
 
 GROWTH = 1.0
-"""So many MB may the process grow."""
+"""By how many MB the process may grow."""
 
 
 class Problem:
@@ -161,27 +162,8 @@ def live_tensors() -> int:
     return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
-@contextlib.contextmanager
-def no_collector() -> Iterator[Callable[[], list[Any]]]:
-    """Switch the garbage collector off; what is yielded returns what only it could have freed since the last look."""
-
-    def look() -> list[Any]:
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        gc.collect()
-        found, gc.garbage[:] = list(gc.garbage), []
-        gc.set_debug(0)
-        return found
-
-    gc.collect()
-    gc.disable()
-    try:
-        yield look
-    finally:
-        gc.enable()
-
-
 def measure(once: Callable[[], None], count: int, warm_up: int) -> dict[str, Any]:
-    """Run something so many times without the collector, and say what is left."""
+    """Run something `count` times without the collector, and say what is left."""
     with no_collector() as garbage:
         for _ in range(warm_up):
             once()

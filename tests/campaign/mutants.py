@@ -103,7 +103,7 @@ def _fuzz() -> int:
 def _pytest(arguments: list[str]) -> int:
     import pytest
 
-    options = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
+    options = ["-q", "-x", "-n", "0", "-m", "", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
     return int(pytest.main([*options, *(a.replace("+", " ") for a in arguments)]))
 
 
