@@ -5,8 +5,10 @@ from importlib import metadata as _metadata
 from . import prox
 from ._adjoints.base import Adjoint
 from ._adjoints.checkpointed import Checkpointed
+from ._adjoints.fixed_point import Carry
 from ._adjoints.forward_mode import ForwardMode
 from ._adjoints.guarded import Guarded
+from ._adjoints.implicit import Implicit
 from ._adjoints.unroll import FirstOrder, Truncated, Unroll
 from ._functional_module import FunctionalModule
 from ._hypergradient import Hypergradient, hypergradient, lower_point, rollout
@@ -25,6 +27,7 @@ __all__ = [
     "FISTA",
     "Adjoint",
     "BDAInnerOptimizer",
+    "Carry",
     "Checkpointed",
     "DiffOptimizer",
     "FirstOrder",
@@ -32,6 +35,7 @@ __all__ = [
     "FunctionalModule",
     "Guarded",
     "Hypergradient",
+    "Implicit",
     "Trace",
     "Truncated",
     "Unroll",

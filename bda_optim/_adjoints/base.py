@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from .._step.stationary import StationaryMap, stationary_map
 from .._support import autograd_graph
 from .._support.tensors import describe, is_differentiable
 from .._support.tree import detach, replace_tensors, tensors
@@ -120,6 +121,10 @@ class Step:
         """Take the step and push the tangents of state and `hyper` forward; return those of the new state too."""
         after, record, tape = self.tape(state, hyper, item)
         return after, record, push_forward(tape.outputs, tape.inputs, tangents)
+
+    def stationary(self, state: Any, hyper: Sequence[Tensor], item: Any, alpha: float | None) -> StationaryMap:
+        """Return the plain map at whose fixed point a loop of such steps comes to rest, uncompiled."""
+        return stationary_map(self._function, state, hyper, item, alpha)
 
 
 def as_step(step: Any) -> Step:

@@ -111,15 +111,38 @@ def aggregate(
     if is_zero(alpha):
         moved = y if move is None else _subtract(y, move)
         return moved if prox is None else prox(moved)
+    total = displacement(y, move, upper_grad, alpha=alpha, upper_lr=upper_lr, prox=prox)
+    return y if total is None else y - total
+
+
+def displacement(
+    y: Tensor,
+    move: Move | None,
+    upper_grad: Tensor | None,
+    *,
+    alpha: Scalar,
+    upper_lr: Scalar,
+    prox: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor | None:
+    """Return what a step subtracts from `y`, by itself, where ``y - (y - total)`` would cancel; None if nothing.
+
+    The arguments are those of `aggregate`.
+
+    >>> y, g = torch.tensor([1.0]), torch.tensor([2.0])
+    >>> displacement(y, Move(g, 0.1), torch.tensor([10.0]), alpha=0.5, upper_lr=0.01)
+    tensor([0.1500])
+    """
     if prox is not None:
         lower: Tensor | None = y - prox(y if move is None else _subtract(y, move))
     else:
         lower = None if move is None else move.displacement()
+    if is_zero(alpha):
+        return lower
     total = None if lower is None else (1 - alpha) * lower
-    if upper_grad is not None:
-        upper = alpha * upper_lr * upper_grad
-        total = upper if total is None else upper + total
-    return y if total is None else y - total
+    if upper_grad is None:
+        return total
+    upper = alpha * upper_lr * upper_grad
+    return upper if total is None else upper + total
 
 
 def _subtract(y: Tensor, move: Move) -> Tensor:
