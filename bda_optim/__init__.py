@@ -10,6 +10,7 @@ from ._adjoints.forward_mode import ForwardMode
 from ._adjoints.guarded import Guarded
 from ._adjoints.implicit import Implicit
 from ._adjoints.unroll import FirstOrder, Truncated, Unroll
+from ._compiled.compiling import compiling
 from ._functional_module import FunctionalModule
 from ._hypergradient import Hypergradient, hypergradient, lower_point, rollout
 from ._innerloop import DiffOptimizer, innerloop_ctx
@@ -39,6 +40,7 @@ __all__ = [
     "Trace",
     "Truncated",
     "Unroll",
+    "compiling",
     "constant",
     "geometric",
     "harmonic",

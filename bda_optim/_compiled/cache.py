@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from .._step.step import BDAStep
 from .._support.slots import Filler
+from .compiling import Choices, Progress, current, undisturbed
 from .program import Pair, Program
 from .trace_key import freeze
 
@@ -21,8 +23,9 @@ _MOST_ENGINES = 8
 class Engine:
     """The programs of one problem."""
 
-    def __init__(self) -> None:
+    def __init__(self, choices: Choices) -> None:
         """Start without any."""
+        self.choices, self.progress = choices, Progress(choices)
         self.programs: dict[Hashable, Program] = {}
         self.pairs: dict[Hashable, Pair | None] = {}
         self.forms: dict[Hashable, int] = {}
@@ -30,6 +33,12 @@ class Engine:
         self.size: int | None = None
         self.mode: str | None = None
         self.inspected = False
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Surround whatever traces, measures or compiles a program."""
+        with self.progress.running(), undisturbed():
+            yield
 
 
 _engines: weakref.WeakKeyDictionary[Any, dict[Hashable, Engine]] = weakref.WeakKeyDictionary()
@@ -41,14 +50,16 @@ def engine_of(step: BDAStep, mode: str) -> tuple[Engine, list[Tensor]]:
     groups = [(group.members, _without_numbers(group.settings.unfilled())) for group in update.groups]
     parts = (step.lower, step.upper, step.objective, step.hyper, update.rule, groups, update.tasks)
     casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    key, captured = freeze((*parts, step.constant_gradients, mode, str(casts), str(torch.get_default_dtype())))
+    choices = current()
+    also = (step.constant_gradients, mode, str(casts), str(torch.get_default_dtype()), choices.cpp_wrapper)
+    key, captured = freeze((*parts, *also))
     owner = getattr(step.lower, "__func__", step.lower)
     owner = getattr(owner, "__code__", owner)  # a lambda made anew in every upper iteration has the same code
     family = _engines.setdefault(owner, {})
     if key not in family:
         while len(family) >= _MOST_ENGINES:
             del family[next(iter(family))]
-        family[key] = Engine()
+        family[key] = Engine(choices)
     return family[key], captured
 
 

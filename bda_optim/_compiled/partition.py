@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._support.torch_private import schema
+from .functional import changes_arguments
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -35,7 +36,7 @@ def partition(joint: GraphModule, first: int, tangents: Sequence[int]) -> tuple[
         does, with the saved tensors before the tangents; and how many are saved.
     """
     nodes = list(joint.graph.nodes)
-    if any(_changes_arguments(node) for node in nodes):
+    if any(map(changes_arguments, nodes)):
         return None
     inputs = [node for node in nodes if node.op == "placeholder"]
     later = {inputs[i] for i in tangents}
@@ -85,16 +86,12 @@ def _extract(
     return fx.GraphModule(joint, graph)
 
 
-def _changes_arguments(node: Node) -> bool:
-    return node.op == "call_function" and getattr(schema(node.target), "is_mutable", False)
-
-
 def _is_cheap(node: Node) -> bool:
     """Whether a result is had again for nothing, or nearly so."""
     if node.target is operator.getitem:
         return _is_cheap(node.all_input_nodes[0])
     signature = schema(node.target)
-    if signature is None:
+    if signature is None or torch.Tag.nondeterministic_seeded in _tags(node):
         return False
     if any(result.alias_info is not None for result in signature.returns):
         return True

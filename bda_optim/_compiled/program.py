@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from .._support.tensors import layout
-from .._support.torch_private import compile_graph, trace_graph, version_of
+from .._support.torch_private import trace_graph, version_of
 from .._support.tree import detach
+from .compiling import Choices
+from .functional import functional
+from .inductor import compile_graph
 from .matmul import narrow, spell_out
+from .partition import partition
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -59,7 +63,7 @@ def trace(function: Function, inputs: Sequence[Tensor]) -> tuple[GraphModule, li
 
 
 def build(
-    function: Function, inputs: Sequence[Tensor], captured: Sequence[Tensor]
+    function: Function, inputs: Sequence[Tensor], captured: Sequence[Tensor], choices: Choices
 ) -> tuple[Program, list[Tensor | None]]:
     """Trace and compile a function; return the program, and what the traced run gave.
 
@@ -67,7 +71,8 @@ def build(
     """
     graph, result = trace(function, inputs)
     constants = _lift_constants(graph)
-    call = _compiled(graph, [*inputs, *constants])
+    graph = functional(graph, [*inputs, *constants])
+    call = _compiled(graph, [*inputs, *constants], choices)
     return Program(call, _places(constants, captured), [t is not None for t in result]), result
 
 
@@ -87,37 +92,40 @@ class Pair:
 
 
 def build_pair(
-    function: Function, inputs: Sequence[Tensor], tangents: Sequence[Tensor], first: int, captured: Sequence[Tensor]
+    function: Function,
+    inputs: Sequence[Tensor],
+    tangents: Sequence[Tensor],
+    first: int,
+    captured: Sequence[Tensor],
+    choices: Choices,
 ) -> Pair | None:
     """Trace a function whose first outputs do not depend on the tangents, its last arguments; compile it in two parts.
 
     None if it cannot be divided, or if the parts together give something else than the whole.
     """
-    from .partition import partition
-
     graph, result = trace(function, [*inputs, *tangents])
     constants = _lift_constants(graph)
+    graph = functional(graph, [*inputs, *tangents, *constants])
     there = [t is not None for t in result]
     divided = partition(graph, sum(there[:first]), range(len(inputs), len(inputs) + len(tangents)))
     if divided is None:
         return None
     places = _places(constants, captured)
     *parts, count = divided
-    ahead = Program(_compiled(parts[0], [*inputs, *constants]), places, there[:first] + [True] * count)
+    ahead = Program(_compiled(parts[0], [*inputs, *constants], choices), places, there[:first] + [True] * count)
     found = ahead(inputs, captured)
     saved = [t for t in found[first:] if t is not None]
-    back = Program(_compiled(parts[1], [*inputs, *saved, *tangents, *constants]), places, there[first:])
+    back = Program(_compiled(parts[1], [*inputs, *saved, *tangents, *constants], choices), places, there[first:])
     if not agree([*found[:first], *back([*inputs, *saved, *tangents], captured)], result):
         return None
     return Pair(ahead, back)
 
 
-def _compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+def _compiled(graph: GraphModule, inputs: Sequence[Tensor], choices: Choices) -> Callable[..., Any]:
     spell_out(graph)
     narrow(graph)
     graph.recompile()
-    with torch.no_grad():
-        return compile_graph(graph, inputs)
+    return compile_graph(graph, inputs, choices)
 
 
 def _places(constants: Sequence[Tensor], captured: Sequence[Tensor]) -> list[int | Tensor]:

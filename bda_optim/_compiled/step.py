@@ -33,6 +33,7 @@ from .._support.torch_private import forward_gradients
 from .._support.tree import detach, replace_tensors, tensors
 from .._support.types import Item, Record
 from .cache import engine_of
+from .failure import reason
 from .mixed_mode import add, pull_mixed
 from .program import Function, Pair, agree, build, build_pair, trace
 from .units import Form, Unit, Units, is_number
@@ -107,7 +108,8 @@ class CompiledStep(Step):
         if max(t.numel() for t in (*flat, *self._captured)) > _LARGE:
             return 1
         try:
-            graph, _ = trace(self._sweep(unit.form, self._state, self._hyper), flat)
+            with self._engine.compiling():
+                graph, _ = trace(self._sweep(unit.form, self._state, self._hyper), flat)
         except Exception:  # it will be met again, and reported, when the step is compiled
             return 1
         operations = sum(node.op == "call_function" for node in graph.graph.nodes)
@@ -204,11 +206,14 @@ class CompiledStep(Step):
                     for t, there in zip(start, where, strict=True)
                     if there
                 ]
-                with forward_gradients(True):  # this runs inside of an autograd function, which disables it
+                # This runs inside of an autograd function, which disables forward mode.
+                with self._engine.compiling(), forward_gradients(True):
                     mixed = self._is_mixed(form, state, wanted, where, [*flat, *tangents])
                     joint = self._pull(form, state, wanted, where, mixed=mixed, whole=True)
                     first = len(start) + 2 * len(unit.items)
-                    self._engine.pairs[key] = build_pair(joint, flat, tangents, first, self._captured)
+                    self._engine.pairs[key] = build_pair(
+                        joint, flat, tangents, first, self._captured, self._engine.choices
+                    )
             except Exception:  # the two programs are tried one by one then, and what is wrong is reported
                 self._engine.pairs[key] = None
             finally:
@@ -236,24 +241,34 @@ class CompiledStep(Step):
         if len(self._engine.programs) >= _MOST_PROGRAMS:
             return self._without(f"more than {_MOST_PROGRAMS} layouts of batches or states were met")
         try:
-            if kind == "sweep":
-                function = self._sweep(form, state, hyper)
-            elif kind == "push":
-                function = self._push(form, state, len(hyper), where)
-            else:
-                function = self._pull(
-                    form, state, wanted, where, mixed=self._is_mixed(form, state, wanted, where, flat)
-                )
-            program, want = build(function, flat, self._captured)
+            with self._engine.compiling():
+                function = self._function(kind, form, state, hyper, wanted, where, flat)
+                program, want = build(function, flat, self._captured, self._engine.choices)
             result = program(flat, self._captured)
             same = agree(result, want)
         except Exception as error:  # whatever the compiler stumbled over, the uncompiled step is right
-            reason = (str(error).splitlines() or [""])[0]
-            return self._without(f"the step could not be compiled ({type(error).__name__}: {reason})")
+            return self._without(f"the step could not be compiled ({reason(error)})")
         if not same:
             return self._without("the compiled step gives other numbers than the uncompiled one")
         self._engine.programs[key] = program
         return result
+
+    def _function(
+        self,
+        kind: str,
+        form: Form,
+        state: Any,
+        hyper: Sequence[Tensor],
+        wanted: Sequence[bool],
+        where: Sequence[bool],
+        flat: Sequence[Tensor],
+    ) -> Function:
+        """Return what a program of a kind computes."""
+        if kind == "sweep":
+            return self._sweep(form, state, hyper)
+        if kind == "push":
+            return self._push(form, state, len(hyper), where)
+        return self._pull(form, state, wanted, where, mixed=self._is_mixed(form, state, wanted, where, flat))
 
     def _sweep(self, form: Form, state: Any, hyper: Sequence[Tensor]) -> Function:
         """Return the steps of a unit as a function of flat tensors."""

@@ -103,7 +103,7 @@ class _Walker:
         code = function.__code__
         if (function.__module__ or "").split(".")[0] in ("torch", "bda_optim"):
             return Ref(function)
-        cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        cells = [cell.cell_contents for cell in function.__closure__ or () if cell_is_filled(cell)]
         names = [name for name in _names(code) if name in function.__globals__]
         used = [function.__globals__[name] for name in names]
         inside = (cells, used, function.__defaults__, function.__kwdefaults__)
@@ -127,7 +127,8 @@ def _configuration(module: nn.Module) -> Iterator[Hashable]:
         yield name, type(child), tuple(plain), *hook_counts(child)
 
 
-def _is_filled(cell: Any) -> bool:
+def cell_is_filled(cell: Any) -> bool:
+    """Whether a variable of a closure has a value yet."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:

@@ -241,22 +241,89 @@ def replace_pre_hooks(module: nn.Module, hooks: dict[int, Any]) -> None:
 # The compiler.
 
 
-def trace_graph(function: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModule:
-    """Return the operations of a function of tensors as a graph. `make_fx`, of an experimental module: since 2.0."""
+def trace_graph(function: Callable[..., Any], inputs: Sequence[Tensor], *, fake: bool = False) -> GraphModule:
+    """Return the operations of a function of tensors as a graph; if `fake`, nothing is computed.
+
+    `make_fx`, of an experimental module: since 2.0.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx  # with the compiler, this doubles the time of the import
 
-    return make_fx(function)(*inputs)
+    return make_fx(function, tracing_mode="fake" if fake else "real")(*inputs)
 
 
-def compile_graph(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """Compile a graph of tensor operations; random numbers are drawn as uncompiled code draws them.
+def compile_graph(graph: GraphModule, inputs: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
+    """Compile a graph of tensor operations with options of Inductor's configuration.
 
-    `torch._inductor.compile`: since 2.1. The public `torch.compile` would trace the graph once more and guard it.
+    `torch._inductor.compile`: since 2.1. The public `torch.compile` would trace the graph once more and guard it. The
+    cache on disk asks for a shape environment and a tracing context: `ShapeEnv`, `FakeTensorMode` and `TracingContext`,
+    since 2.1. Without them a program is compiled anew in every process.
     """
     import torch._inductor
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    compiled: Callable[..., Any] = torch._inductor.compile(graph, list(inputs), options={"fallback_random": True})
+    fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    examples = [fake.from_tensor(value, static_shapes=True) for value in inputs]
+    with tracing(TracingContext(fake)):
+        compiled: Callable[..., Any] = torch._inductor.compile(graph, list(examples), options=options)
     return compiled
+
+
+def operator_tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Return Inductor's tables of lowerings and of decompositions, by operator: since 2.0.
+
+    The key of its cache on disk leaves them out.
+    """
+    from torch._inductor import decomposition, lowering
+
+    return lowering.lowerings, decomposition.decompositions
+
+
+def async_compile() -> Any:
+    """Return the class whose methods generated modules call to build their kernels: since 2.0."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    return AsyncCompile
+
+
+def load_extension(source: str) -> Any:
+    """Compile a C++ source and load it as a Python module called ``kernel``. `CppPythonBindingsCodeCache`: since 2.2.
+
+    The public `torch.utils.cpp_extension` includes all of torch's headers, and takes ten times as long.
+    """
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    return CppPythonBindingsCodeCache.load(source, "cpu")
+
+
+def is_of_the_toolchain(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, says that C++ could not be compiled (since 2.0) or loaded."""
+    from torch._inductor.exc import CppCompileError
+
+    while error is not None:
+        if isinstance(error, CppCompileError | OSError | ImportError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def forget_instruction_sets() -> None:
+    """Let Inductor try anew which vector instructions its compiler knows. `cpu_vec_isa`: since 2.5."""
+    from torch._inductor import cpu_vec_isa
+
+    kinds = [kind for kind in vars(cpu_vec_isa).values() if isinstance(kind, type)]
+    for function in (cpu_vec_isa.valid_vec_isa_list, *(vars(kind).get("__bool__") for kind in kinds)):
+        forget: Callable[[], None] | None = getattr(function, "cache_clear", None)
+        if forget is not None:
+            forget()
+
+
+def cache_folder() -> str:
+    """Return the folder of Inductor's cache on disk: since 2.4. TORCHINDUCTOR_CACHE_DIR is the public way to set it."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
 
 
 def schema(operator: Any) -> Any:
