@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -304,11 +305,44 @@ def test_graphs_are_traced() -> None:
 def test_graphs_are_compiled() -> None:
     x = torch.randn(3)
     graph = private.trace_graph(lambda x: [x.exp() + torch.rand_like(x)], [x])
-    compiled = private.compile_graph(graph, [x])
+    compiled = private.compile_graph(graph, [x], {"fallback_random": True})
     torch.manual_seed(0)
     want = x.exp() + torch.rand_like(x)
     torch.manual_seed(0)
     torch.testing.assert_close(compiled(x)[0], want, msg="dropout of a compiled step is not that of an uncompiled one")
+
+
+def test_a_trace_computes_nothing() -> None:
+    ran = []
+    private.trace_graph(lambda x: [ran.append(type(x)) or x.exp()], [torch.ones(2)], fake=True)
+    assert ran and ran[0] is not Tensor, "functionalising a large step computes it once more"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_tables_of_operators() -> None:
+    for table in private.operator_tables():
+        assert len(table) > 100 and any(private.schema(operator) is not None for operator in table), "patched lowerings"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_kernels_are_built_by_two_methods() -> None:
+    methods = private.async_compile()
+    assert list(inspect.signature(methods.cpp_pybinding).parameters)[1:] == ["argtypes", "source_code"], "slow: 1 file"
+    assert list(inspect.signature(methods.wait).parameters)[1:] == ["scope"], "kernels are compiled one by one"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_errors_of_the_toolchain(tmp_path: Path) -> None:
+    assert not private.is_of_the_toolchain(ValueError())
+    with pytest.raises(Exception) as caught:
+        private.load_extension("this is no C++")
+    assert private.is_of_the_toolchain(caught.value), "a processor that is taken for another one is not noticed"
+    private.forget_instruction_sets()  # and this is what is done about it
+
+
+def test_folder_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert private.cache_folder() == str(tmp_path), "what was measured is written somewhere else"
 
 
 def test_forward_mode_inside_a_backward_pass() -> None:

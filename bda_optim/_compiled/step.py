@@ -242,7 +242,7 @@ class CompiledStep(Step):
             return self._without(f"more than {_MOST_PROGRAMS} layouts of batches or states were met")
         try:
             with self._engine.compiling():
-                function = self._function(kind, form, state, hyper, wanted, where, flat)
+                function = self._of_kind(kind, form, state, hyper, wanted, where, flat)
                 program, want = build(function, flat, self._captured, self._engine.choices)
             result = program(flat, self._captured)
             same = agree(result, want)
@@ -253,7 +253,7 @@ class CompiledStep(Step):
         self._engine.programs[key] = program
         return result
 
-    def _function(
+    def _of_kind(
         self,
         kind: str,
         form: Form,
