@@ -647,7 +647,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "alpha NaN": ({"alpha": float("nan")}, ValueError, r"`alpha` must lie in \[0, 1\) .*got nan"),
     "alpha True": ({"alpha": True}, TypeError, "`alpha` must be a number, a schedule or a tensor; got True"),
     "alpha of text": ({"alpha": "a"}, TypeError, "`alpha` must be a number, a schedule or a tensor; got 'a'"),
-    "alpha of many": ({"alpha": torch.ones(2)}, ValueError, r"`alpha` must be a tensor with one element.*\(2,\)"),
+    "alpha of many": ({"alpha": torch.ones(2)}, ValueError, r"`alpha` as a tensor must have one element.*\(2,\)"),
     "upper_lr below 0": ({"upper_lr": -1.0}, ValueError, "`upper_lr` must be a number of at least 0; got -1.0"),
     "upper_lr NaN": ({"upper_lr": float("nan")}, ValueError, "`upper_lr` must be a number of at least 0; got nan"),
     "upper_lr infinite": ({"upper_lr": float("inf")}, ValueError, "`upper_lr` must be a number of at least 0; got inf"),

@@ -775,8 +775,8 @@ def test_rules_resolve_to_themselves() -> None:
         (optim.SGD, {"nesterov": 1}, "`nesterov` of SGD must be True or False; got 1"),
         (optim.SGD, {"foreach": True}, "SGD has no such setting; got `foreach`. It takes `lr`, `momentum`"),
         (
-            optim.SGD,
-            {"lr": torch.ones(2)},
+            optim.Adam,
+            {"eps": torch.ones(2)},
             r"as a tensor be floating-point and have one element; got a .* shape \(2,\)",
         ),
         (optim.SGD, {"lr": torch.tensor(1)}, "got a torch.int64 tensor"),

@@ -208,7 +208,7 @@ def test_unknown_settings(options: dict[str, Any], message: str) -> None:
     "options, message",
     [
         ({"lr": -0.1}, r"`lr` of SGD must be at least 0; got -0\.1"),
-        ({"lr": double(0.1, 0.2)}, r"`lr` must be a tensor with one element, or a list .*got a tensor of shape \(2,\)"),
+        ({"lr": double(0.1, 0.2, 0.3)}, r"`lr` as a tensor must have one element, or broadcast .*got shape \(3,\)"),
         (
             {"lr": [double(0.1, 0.2, 0.3)]},
             r"`lr` as a list must have one tensor per parameter .*got \[\(3,\)\] for .*\(2,\)",

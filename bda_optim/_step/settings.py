@@ -35,11 +35,7 @@ def check_group(rule: Rule, settings: Mapping[str, Any], params: Sequence[Tensor
         if isinstance(value, list) and not isinstance(rule.defaults.get(name), tuple):
             _check_list(name, value, params)
         elif isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(
-                f"`{name}` must be a tensor with one element, or a list with one tensor per parameter; got a tensor of "
-                f"shape {tuple(value.shape)}. Write "
-                f"`{name}=[torch.full_like(p, 0.1) for p in params]` for a rate per element."
-            )
+            _check_broadcast(name, value, params)
     rule.validate({name: settings[name] for name in rule.defaults})
     upper_lr, alpha, prox = settings["upper_lr"], settings["alpha"], settings["prox"]
     if not isinstance(upper_lr, int | float | Tensor | list | None) or isinstance(upper_lr, bool):
@@ -53,10 +49,12 @@ def check_group(rule: Rule, settings: Mapping[str, Any], params: Sequence[Tensor
         raise TypeError(
             f"`prox` must be a proximal map; got {prox!r}. Use one of `bda_optim.prox`, such as `prox.l1(0.1)`."
         )
-    if prox is not None and isinstance(settings["lr"], list) and not getattr(prox, "separable", False):
+    lr = settings["lr"]
+    per_element = isinstance(lr, list) or (isinstance(lr, Tensor) and lr.numel() != 1)
+    if prox is not None and per_element and not getattr(prox, "separable", False):
         raise ValueError(
-            f"a prox that couples the elements has no meaning with one rate per element; got {prox!r} and a list as "
-            "`lr`. Use one rate per group, or a separable prox such as `prox.l1`."
+            f"a prox that couples the elements has no meaning with one rate per element; got {prox!r} and a list or a "
+            "tensor of several elements as `lr`. Use one rate per group, or a separable prox such as `prox.l1`."
         )
 
 
@@ -86,6 +84,21 @@ def _check_list(name: str, value: list[Any], params: Sequence[Tensor]) -> None:
             f"`{name}` as a list must have one tensor per parameter of the group, of its shape (or one element); got "
             f"{got} for parameters of {shapes}. Write `{name}=[torch.full_like(p, 0.1) for p in params]`."
         )
+
+
+def _check_broadcast(name: str, value: Tensor, params: Sequence[Tensor]) -> None:
+    shapes = [tuple(p.shape) for p in params]
+    if not all(_broadcasts(value.shape, shape) for shape in shapes):
+        raise ValueError(
+            f"`{name}` as a tensor must have one element, or broadcast to every parameter of the group; got shape "
+            f"{tuple(value.shape)} for parameters of {shapes}. Write "
+            f"`{name}=[torch.full_like(p, 0.1) for p in params]` for a rate per element."
+        )
+
+
+def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
 
 
 def _check_alpha(alpha: Any) -> None:

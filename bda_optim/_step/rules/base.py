@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..._support.types import Move, RuleState, Scalar, Settings
 
-_PER_PARAMETER = ("lr", "momentum", "weight_decay")  # these may be a list with one tensor per parameter (Meta-SGD)
+_PER_PARAMETER = ("lr", "momentum", "weight_decay")  # these may differ from element to element (Meta-SGD)
 _FIXED = ("etas", "step_sizes", "initial_accumulator_value", "t0")  # these are plain numbers, never learned
 
 
@@ -47,6 +47,11 @@ _RANGES: Mapping[str, _Range] = {
 def _is_on(value: Any) -> bool:
     """Whether a setting takes effect: a tensor always does, since reading its value would synchronise."""
     return isinstance(value, Tensor | list) or value != 0
+
+
+def _varies(value: Any) -> bool:
+    """Whether a setting may differ from element to element."""
+    return isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
 def _add(y: Tensor, x: Tensor, scale: Scalar) -> Tensor:
@@ -191,7 +196,7 @@ class ParameterRule:
             kind = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
             if key in _FIXED:
                 raise self._error(key, "be a plain number: it cannot be learned", kind)
-            if not value.is_floating_point() or value.numel() != 1:
+            if not value.is_floating_point() or (value.numel() != 1 and key not in _PER_PARAMETER):
                 raise self._error(key, "as a tensor be floating-point and have one element", kind)
             return
         words, holds = self._ranges.get(key, ("be a number", lambda x: True))
@@ -222,7 +227,7 @@ class ParameterRule:
     ) -> tuple[list[Move | None], tuple[RuleState, ...]]:
         """Return one move per parameter (None: it had no gradient and stays) and the new states."""
         full = self._complete(settings)
-        lists = any(isinstance(full.get(key), list) for key in _PER_PARAMETER)
+        varies = any(map(_varies, map(full.get, _PER_PARAMETER)))
         moves: list[Move | None] = []
         states: list[RuleState] = []
         for i, (grad, before, param) in enumerate(zip(grads, state, params, strict=True)):
@@ -230,7 +235,7 @@ class ParameterRule:
                 moves.append(None)
                 states.append(before)
                 continue
-            local = self._local(full, i, param) if lists else full
+            local = self._local(full, i, param) if varies else full
             if not param.is_complex():
                 (direction, scale), after = self._move(grad, before, param, local)
             else:
@@ -263,11 +268,11 @@ class ParameterRule:
         return {key: _flat(settings.get(key, default)) for key, default in self.defaults.items()}
 
     def _local(self, full: dict[str, Any], index: int, param: Tensor) -> Settings:
-        """The settings of one parameter, picked out of the lists."""
-        lists = [key for key in _PER_PARAMETER if isinstance(full.get(key), list)]
-        if not lists:
+        """The settings of one parameter: its entries of the lists, and tensors that broadcast to it."""
+        local = {key: full[key] for key in _PER_PARAMETER if _varies(full.get(key))}
+        if not local:
             return full
-        local = {key: full[key][index] for key in lists}
+        local = {key: value[index] if isinstance(value, list) else value for key, value in local.items()}
         if param.is_complex():  # `_move` sees a last dimension of size 2, for the real and the imaginary part
             local = {key: value.unsqueeze(-1) if value.dim() else value for key, value in local.items()}
         return {**full, **local}
