@@ -229,7 +229,11 @@ class BDAInnerOptimizer(Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state_dict; tensors are copied, and what it leaves out (callables, prox) stays as it is here."""
+        """Take over a state_dict; tensors are copied.
+
+        A callable `alpha` and a `prox`, which it leaves out, stay as they are here; other settings that are missing, as
+        in one written before they existed, get their defaults.
+        """
         if "rule" not in state_dict:
             raise ValueError(
                 "this state_dict was not written by a BDAInnerOptimizer; got one without `rule`. To go on from an "
@@ -244,7 +248,8 @@ class BDAInnerOptimizer(Optimizer):
         loaded["param_groups"] = [dict(group) for group in loaded["param_groups"]]
         kept = []
         for group, live in zip(loaded["param_groups"], self.param_groups, strict=False):
-            kept.append({name: live[name] for name in ("prox", "alpha") if name not in group})
+            defaults = {**complete(self.rule, {}), "k": 0, "prox": live["prox"], "alpha": live["alpha"]}
+            kept.append({name: value for name, value in defaults.items() if name not in group})
             if isinstance(group.get("alpha"), dict):
                 group["alpha"] = from_plain(group["alpha"])
         super().load_state_dict(loaded)
