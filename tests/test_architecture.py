@@ -21,7 +21,6 @@ LONGER = {  # path in the package -> the reason
     "_hypergradient.py": "to be divided",
     "_optimizer.py": "to be divided",
     "_support/torch_private.py": "every private part of torch is in one file",
-    "compat/higher/patch.py": "to be divided",
     "prox.py": "one class per proximal map",
 }
 

@@ -5,15 +5,15 @@ departs from today's torch.optim it gives torch.optim's. `higher` itself need no
 
 What is different:
 
-- Of the weights between the first and the last step none is kept alive: ``fmodel.parameters(time=t)`` for other t needs
-  ``keep_history=True``.
+- ``fmodel.parameters(time=t)`` gives the weights between the first and the last update as long as the last ones depend
+  on them; those before a cut (`update_params` with detached weights) are dropped. ``keep_history=True`` keeps all.
 - Forward hooks run; a patched module can be copied and pickled, and is freed without the garbage collector.
 - `innerloop_ctx` warns on leaving if the loop diverged.
 - More: ``first_order=True``; `diffopt.accumulate` for micro-batches; `diffopt.state_dict` in the middle of a loop, in
   the form that the optimizer loads; learning-rate schedulers on a diffopt; for a `BDAInnerOptimizer`
   ``diffopt.step(lower, upper_loss=upper)``.
 
-`register` is for scripts that keep the real `higher`: it teaches that one to take a `BDAInnerOptimizer`.
+`register` is for scripts that keep the real `higher`: it makes that one accept a `BDAInnerOptimizer`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def innerloop_ctx(
     track_higher_grads: bool = True,
     *,
     first_order: bool = False,
-    keep_history: bool = False,
+    keep_history: bool | None = None,
 ) -> Iterator[tuple[FunctionalModule, DifferentiableOptimizer]]:
     """Open an inner loop on a patched version of `model`; the model and the optimizer are not touched.
 
@@ -75,13 +75,15 @@ def innerloop_ctx(
         model: The module.
         opt: A `BDAInnerOptimizer`, an optimizer of torch.optim, or one of a class given to `register_optim`. Its live
             state (momentum, moments, settings of each group) is copied.
-        device: Where the loop runs; where the module is, by default.
+        device: The device of the loop; by default that of the module.
         copy_initial_weights: Whether the first weights are constants; if False gradients reach the module's parameters.
         override: Settings to use instead of the optimizer's: name to a value, or to a list with one per group; tensors
             that require grad are learned.
         track_higher_grads: Whether steps can be differentiated; False for adaptation at test time.
         first_order: Whether the inner gradients count as constants (first-order MAML).
-        keep_history: Whether ``fmodel.parameters(time=t)`` is to reach the weights of every step.
+        keep_history: Whether ``fmodel.parameters(time=t)`` reaches the weights of every step: True for all, False for
+            the first and the last only, None for those that the last ones depend on (with `first_order`, whose graph
+            holds no weights, as False).
 
     Yields:
         The patched module and the differentiable optimizer.
@@ -96,11 +98,13 @@ def innerloop_ctx(
     True
     """
     check_ambient()
+    if first_order and keep_history is None:
+        keep_history = False
     fmodel = monkeypatch(
         model, device, copy_initial_weights=copy_initial_weights, track_higher_grads=track_higher_grads,
         keep_history=keep_history,
     )  # fmt: skip
-    more = {"first_order": True} if first_order else {}  # a class of the user's may not know of it
+    more = {"first_order": True} if first_order else {}  # a class of the user's may not accept it
     diffopt = get_diff_optim(
         opt, model.parameters(), fmodel=fmodel, device=device, override=override,
         track_higher_grads=track_higher_grads, **more,
@@ -116,7 +120,7 @@ def innerloop_ctx(
 
 @torch.no_grad()
 def _finite(weights: list[Tensor]) -> bool:
-    """Whether all weights are finite: one look at the largest of each."""
-    seen = [p for p in weights if p.numel() and not p.is_meta and (p.is_floating_point() or p.is_complex())]
-    largest = [torch.linalg.vector_norm(p, torch.inf).to(seen[0].device) for p in seen]
+    """Whether all weights are finite; one value is read, whatever their number."""
+    checked = [p for p in weights if p.numel() and not p.is_meta and (p.is_floating_point() or p.is_complex())]
+    largest = [torch.linalg.vector_norm(p, torch.inf).to(checked[0].device) for p in checked]
     return not largest or bool(torch.isfinite(torch.stack(largest)).all())

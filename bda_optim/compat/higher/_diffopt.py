@@ -1,4 +1,4 @@
-"""`DifferentiableOptimizer`: what `higher`'s class of this name is, and what was missing there."""
+"""`DifferentiableOptimizer`, as in `higher`, with `accumulate`, `state_dict`, hooks and schedulers besides."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from bda_optim._support.torch_private import sequence_number
 from bda_optim._support.tree import map_tensors
 
 from ._override import Override, per_group
+from .utils import _recursive_map
 
 GradCallback = Callable[[list[Tensor | None]], Sequence[Tensor | None]]
 Grouped = list[list[Tensor | None]]
@@ -27,16 +28,16 @@ Grouped = list[list[Tensor | None]]
 class DifferentiableOptimizer(Optimizer, abc.ABC):
     """Takes steps that can be differentiated, from the settings and a copy of the state of another optimizer.
 
-    It is a `torch.optim.Optimizer` so that learning-rate schedulers take it; settings that a scheduler or the user
-    writes into `param_groups` hold from the next step on. A subclass of the user's defines `_update`.
+    It is a `torch.optim.Optimizer`, so learning-rate schedulers accept it; settings that a scheduler or the user writes
+    into `param_groups` hold from the next step on. A subclass of the user's defines `_update`.
 
     Args:
         other: The optimizer.
         reference_params: The parameters of its module, as ``module.parameters()`` gives them.
         fmodel: The patched module whose weights `step` updates; without it `step` is given `params`.
-        device: Where the state is to be; where it was, by default.
+        device: The device of the state; by default it stays where it is.
         override: Settings that replace the optimizer's: name to a value, or to a list with one per group.
-        grad_callback: Is shown the list of gradients in the order of `reference_params` (None where there is none), and
+        grad_callback: Receives the list of gradients in the order of `reference_params` (None where there is none), and
             returns those to use.
         track_higher_grads: Whether steps can be differentiated; if False they give leaves.
         first_order: Whether the gradients count as constants (first-order MAML): initial weights and settings get
@@ -45,7 +46,7 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
     Attributes:
         param_groups: The settings of each group; `params` are its weights, but only during an update.
         state: For each group, a dictionary from a parameter's place in the group to its state.
-        k: How many steps were taken.
+        k: The number of steps taken.
     """
 
     def __init__(
@@ -63,33 +64,23 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
         # Not Optimizer.__init__: it takes leaves only, and keeps state by parameter, and here each step has new ones.
         place = {id(p): i for i, p in enumerate(reference_params)}
         self.defaults = dict(other.defaults)
-        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        self.k, self.param_groups, self._members = 0, [], []
-        self.state: Any = []
-        for group in other.param_groups:
-            for p in group["params"]:
-                if id(p) not in place:
-                    raise ValueError(
-                        f"the optimizer owns a parameter that is not among the reference parameters; got one of shape "
-                        f"{tuple(p.shape)}. Pass the `parameters()` of the module that the optimizer was made for."
-                    )
-            copied = {name: list(value) if isinstance(value, list) else value for name, value in group.items()}
-            self.param_groups.append({**copied, "params": [None] * len(group["params"])})
-            self._members.append([place[id(p)] for p in group["params"]])
-            states: dict[Any, Any] = defaultdict(dict)
-            for i, p in enumerate(group["params"]):
-                if other.state.get(p):
-                    states[i] = map_tensors(lambda t: t.detach().clone().to(device or t.device), dict(other.state[p]))
-            self.state.append(states)
-        self._fmodel, self._grad_callback = fmodel, grad_callback
-        self._track_higher_grads, self._first_order = track_higher_grads, first_order
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self.k = 0
+        self.param_groups = [_without_params(group) for group in other.param_groups]
+        self._group_to_param_list = [_places(group["params"], place) for group in other.param_groups]
+        self.state: Any = [_copied_state(group["params"], other.state, device) for group in other.param_groups]
+        self._fmodel = fmodel
+        self._grad_callback = grad_callback
+        self._track_higher_grads = track_higher_grads
+        self._first_order = first_order
         self._opened = sequence_number()
         self._sums: dict[str, Grads] = {}
         self._seen: list[Tensor] = []
         if override is not None:
             self._apply_override(override)
 
-    def step(  # type: ignore[override]  # another one than torch.optim's, as in higher
+    def step(  # type: ignore[override]  # the signature is higher's, not torch.optim's
         self,
         loss: Tensor | None = None,
         params: Iterable[Tensor] | None = None,
@@ -102,7 +93,7 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
 
         Args:
             loss: The loss (of the lower level). It may be left out after `accumulate`.
-            params: The weights that the loss was computed with; those of the patched module, by default.
+            params: The weights that the loss was computed with; by default those of the patched module.
             override: Settings that replace the present ones from this step on.
             grad_callback: Replaces the one given at the start, in this step.
             upper_loss: The upper loss, for a `BDAInnerOptimizer`; may be left out where its alpha is 0.
@@ -119,29 +110,12 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
         if override is not None:
             self._apply_override(override)
         weights = self._weights(params)
-        self._demand(loss, upper_loss)
+        self._require(loss, upper_loss)
         self._collect(weights, loss, upper_loss)
         lower = list(self._sums.pop("lower"))
         upper = self._sums.pop("upper", None)
         self._seen = []
-        callback = grad_callback or self._grad_callback
-        for group, members in zip(self.param_groups, self._members, strict=True):
-            group["params"] = [weights[i] for i in members]
-        extra = {} if upper is None else {"upper": self._grouped(upper)}
-        with torch.set_grad_enabled(self._track_higher_grads):
-            if callback is not None:
-                lower = list(callback(lower))
-                if len(lower) != len(weights):
-                    raise ValueError(f"`grad_callback` must return {len(weights)} gradients; got {len(lower)}.")
-            self._update(self._grouped(lower), **extra)
-        new = list(weights)
-        for group, members in zip(self.param_groups, self._members, strict=True):
-            for place, i in enumerate(members):
-                tensor = group["params"][place]
-                new[i] = (
-                    tensor if self._track_higher_grads else tensor.detach().requires_grad_(weights[i].requires_grad)
-                )
-            group["params"] = [None] * len(members)  # a graph that the user lets go must not live on here
+        new = self._updated(weights, lower, upper, grad_callback or self._grad_callback)
         self.k += 1
         if self._fmodel is not None:
             self._fmodel.update_params(new)
@@ -164,26 +138,51 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
         check_ambient()
         self._collect(self._weights(params), loss, upper_loss)
 
+    def _updated(
+        self, weights: list[Tensor], lower: list[Tensor | None], upper: Grads | None, callback: GradCallback | None
+    ) -> list[Tensor]:
+        """Return the weights after an update along these gradients."""
+        places = self._group_to_param_list
+        for group, members in zip(self.param_groups, places, strict=True):
+            group["params"] = [weights[i] for i in members]
+        extra = {} if upper is None else {"upper": self._grouped(upper)}
+        with torch.set_grad_enabled(self._track_higher_grads):
+            if callback is not None:
+                lower = list(callback(lower))
+                if len(lower) != len(weights):
+                    raise ValueError(f"`grad_callback` must return {len(weights)} gradients; got {len(lower)}.")
+            self._update(self._grouped(lower), **extra)
+        new = list(weights)
+        for group, members in zip(self.param_groups, places, strict=True):
+            for i, tensor in zip(members, group["params"], strict=True):
+                new[i] = tensor
+                if not self._track_higher_grads:
+                    new[i] = tensor.detach().requires_grad_(weights[i].requires_grad)
+            group["params"] = [None] * len(members)  # a graph that the user releases must not stay alive here
+        return new
+
     def _collect(self, weights: list[Tensor], lower: Tensor | None, upper: Tensor | None) -> None:
         if self._seen and any(map(operator.is_not, self._seen, weights)):
-            self._sums, self._seen = {}, []
+            self._sums = {}
+            self._seen = []
             raise ValueError("the weights changed after `accumulate`. Take the step at the same weights.")
         if upper is not None and not self._takes_upper():
             raise TypeError(
                 f"{type(self).__name__} has no use for `upper_loss`. Mix both levels with a "
                 "`bda_optim.BDAInnerOptimizer`."
             )
-        mixes, found = self._mixes(), {}
+        mixes = self._mixes()
         graph = self._track_higher_grads and not self._first_order
+        collected = {}
         if lower is not None:
-            found["lower"] = self._gradients(lower, weights, "lower", graph=graph, retain=mixes)
+            collected["lower"] = self._gradients(lower, weights, "lower", graph=graph, retain=mixes)
         if upper is not None and mixes:
-            found["upper"] = self._gradients(upper, weights, "upper", graph=graph, retain=False)
-        for level, grads in found.items():  # only now, so that a call that raised has left nothing behind
+            collected["upper"] = self._gradients(upper, weights, "upper", graph=graph, retain=False)
+        for level, grads in collected.items():  # only now, so that a call that raised has left nothing behind
             self._sums[level] = _plus(self._sums.get(level), grads)
         self._seen = weights
 
-    def _demand(self, lower: Tensor | None, upper: Tensor | None) -> None:
+    def _require(self, lower: Tensor | None, upper: Tensor | None) -> None:
         """Raise where a gradient is missing for a step."""
         if lower is None and "lower" not in self._sums:
             raise ValueError("a step needs a loss; got none. Write `diffopt.step(loss)`, or `accumulate` before.")
@@ -221,7 +220,7 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
         if params is None:
             raise ValueError("a step without a patched module needs to be given the weights. Pass `params=`.")
         weights = list(params)
-        if any(not 0 <= i < len(weights) for members in self._members for i in members):
+        if any(not 0 <= i < len(weights) for members in self._group_to_param_list for i in members):
             raise ValueError(f"the optimizer has more than {len(weights)} weights. Pass all, as `parameters()` does.")
         return weights
 
@@ -229,16 +228,16 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
         if self.k == 0:
             refuse_reentrant(loss, self._opened)
         live = [i for i, p in enumerate(weights) if p.requires_grad]
-        found: list[Tensor | None] = [None] * len(weights)
         with torch.enable_grad():  # the caller may be under no_grad
             points = [weights[i] for i in live]
             grads = gradient(loss, points, level, self.k + 1, create_graph=graph, retain_graph=retain or graph)
+        every: list[Tensor | None] = [None] * len(weights)
         for i, grad in zip(live, grads, strict=True):
-            found[i] = grad
-        return found
+            every[i] = grad
+        return every
 
     def _grouped(self, grads: Grads) -> Grouped:
-        return [[grads[i] for i in members] for members in self._members]
+        return [[grads[i] for i in members] for members in self._group_to_param_list]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the `.grad` of the patched module's weights that are leaves."""
@@ -249,10 +248,12 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return settings and state, detached, in the form of torch.optim: ``opt.load_state_dict`` takes it.
 
-        Tensors of one element among the settings are written as numbers. So the state goes on after the loop, in `opt`,
-        or in the next window: ``diffopt.load_state_dict(diffopt.state_dict())`` cuts it off the graph.
+        Tensors of one element among the settings are written as numbers. This carries the state over to `opt` after the
+        loop, or to the next window: ``diffopt.load_state_dict(diffopt.state_dict())`` cuts it off the graph.
         """
-        packed, states, count = [], {}, 0
+        packed = []
+        states = {}
+        count = 0
         for group, state in zip(self.param_groups, self.state, strict=True):
             numbers = list(range(count, count + len(group["params"])))
             count += len(numbers)
@@ -267,10 +268,12 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what `state_dict`, here or of the optimizer in torch.optim, returned; tensors are copied."""
         groups = state_dict["param_groups"]
-        sizes, mine = [len(g["params"]) for g in groups], [len(g["params"]) for g in self.param_groups]
-        if sizes != mine:
-            raise ValueError(f"the state_dict has groups of {sizes} parameters; got an optimizer with {mine}.")
-        for index, (group, loaded) in enumerate(zip(self.param_groups, groups, strict=True)):
+        sizes = [len(group["params"]) for group in groups]
+        expected = [len(group["params"]) for group in self.param_groups]
+        if sizes != expected:
+            raise ValueError(f"the state_dict has groups of {sizes} parameters; got an optimizer with {expected}.")
+        loaded_states = []
+        for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in loaded.items() if name != "params"})
             states: dict[Any, Any] = defaultdict(dict)
             for i, number in enumerate(loaded["params"]):
@@ -278,7 +281,8 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
                 if entry:
                     copied = map_tensors(lambda t: t.detach().clone(), dict(entry))
                     states["group" if "group" in copied else i] = copied.get("group", copied)
-            self.state[index] = states
+            loaded_states.append(states)
+        self.state = loaded_states
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Refuse: the weights are those of the optimizer that this one was made of."""
@@ -287,7 +291,7 @@ class DifferentiableOptimizer(Optimizer, abc.ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to be copied: the weights of a graph cannot be."""
         raise NotImplementedError(
-            "a differentiable optimizer cannot be copied or pickled, for its weights are part of a graph. Save its "
+            "a differentiable optimizer cannot be copied or pickled, because its weights are part of a graph. Save its "
             "`state_dict()`, and the patched module, which can be pickled."
         )
 
@@ -303,6 +307,31 @@ for _name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_
     setattr(DifferentiableOptimizer, f"register_{_name}_hook", _refused(f"register_{_name}_hook"))
 
 
+def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a group's settings: containers are copied at every depth, what they hold is shared."""
+    copied = {name: _recursive_map(value, lambda entry: entry) for name, value in group.items() if name != "params"}
+    return {**copied, "params": [None] * len(group["params"])}
+
+
+def _places(params: Iterable[Tensor], place: Mapping[int, int]) -> list[int]:
+    """Return the places of a group's parameters among the reference parameters."""
+    for p in params:
+        if id(p) not in place:
+            raise ValueError(
+                f"the optimizer owns a parameter that is not among the reference parameters; got one of shape "
+                f"{tuple(p.shape)}. Pass the `parameters()` of the module that the optimizer was made for."
+            )
+    return [place[id(p)] for p in params]
+
+
+def _copied_state(params: Iterable[Tensor], state: Mapping[Any, Any], device: Any) -> dict[Any, Any]:
+    states: dict[Any, Any] = defaultdict(dict)
+    for i, p in enumerate(params):
+        if state.get(p):
+            states[i] = map_tensors(lambda t: t.detach().clone().to(device or t.device), dict(state[p]))
+    return states
+
+
 def _plus(total: Grads | None, grads: Grads) -> Grads:
     if total is None:
         return grads
@@ -311,7 +340,11 @@ def _plus(total: Grads | None, grads: Grads) -> Grads:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors of one element as numbers, others detached."""
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else value.detach().clone()
-    return type(value)([_plain(entry) for entry in value]) if isinstance(value, tuple | list) else value
+    """Return tensors of one element as numbers, others detached; containers at every depth."""
+
+    def plain(entry: Any) -> Any:
+        if not isinstance(entry, Tensor):
+            return entry
+        return entry.item() if entry.numel() == 1 else entry.detach().clone()
+
+    return _recursive_map(value, plain)

@@ -1,4 +1,4 @@
-"""Settings of an optimizer that are replaced, or learned."""
+"""Replaces and learns the settings of an optimizer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Override = Mapping[str, Any]
 
 
 def per_group(name: str, value: Any, groups: int, *, pair: bool) -> list[Any]:
-    """Return what each group is given.
+    """Return the value of a setting for each group.
 
     Args:
         name: The setting, for messages.
         value: One value, or a list (or a tensor with a dimension) with one per group.
-        groups: How many groups there are.
+        groups: The number of groups.
         pair: Whether a value of this setting is a tuple itself, as `betas` is.
 
     >>> per_group("lr", 0.1, 2, pair=False), per_group("betas", (0.9, 0.99), 1, pair=True)
@@ -45,8 +45,8 @@ def trainable(value: Any, device: torch.device | str | None) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return torch.tensor(float(value), device=device, requires_grad=True)
     if isinstance(value, tuple | list) and value:
-        found = [trainable(entry, device) for entry in value]
-        return None if any(entry is None for entry in found) else type(value)(found)
+        entries = [trainable(entry, device) for entry in value]
+        return None if any(entry is None for entry in entries) else type(value)(entries)
     return None
 
 

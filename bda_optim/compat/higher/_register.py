@@ -1,4 +1,4 @@
-"""Teaching an installed `higher` to take a `BDAInnerOptimizer`."""
+"""Makes an installed `higher` accept a `BDAInnerOptimizer`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .optim import DifferentiableBDA
 def register() -> None:
     """Make `BDAInnerOptimizer` known to an installed `higher`.
 
-    Afterwards ``higher.innerloop_ctx``, ``higher.get_diff_optim`` and ``higher.create_diff_optim`` take one, and the
-    differentiable optimizer they give takes the upper loss: ``diffopt.step(lower, upper_loss=upper)``. The patched
-    module stays higher's own. It may be called several times.
+    Afterwards ``higher.innerloop_ctx``, ``higher.get_diff_optim`` and ``higher.create_diff_optim`` accept one, and the
+    differentiable optimizer that they return takes the upper loss: ``diffopt.step(lower, upper_loss=upper)``. The
+    patched module is still higher's own. It may be called several times.
 
     Raises:
         ImportError: If `higher` cannot be imported.

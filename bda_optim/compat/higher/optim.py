@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from bda_optim._optimizer import BDAInnerOptimizer
 from bda_optim._step.rules.resolve import resolve
 
-from ._diffopt import DifferentiableOptimizer, GradCallback
+from ._diffopt import DifferentiableOptimizer, GradCallback, Grouped
 from ._override import Override, per_group, restored, trainable
 from ._rule_optimizer import RuleOptimizer
 from .patch import Device, FunctionalModule
@@ -39,8 +39,15 @@ __all__ = [
     "register_optim",
 ]
 
-_OverrideType = Override  # annotations of scripts use higher's private names
+# Scripts use these private names of `higher.optim`: the types in annotations, `_add` in updates of their own.
+_OverrideType = Override
 _GradCallbackType = GradCallback
+_GroupedGradsType = Grouped
+
+
+def _add(tensor: Tensor, a1: float | Tensor, a2: Tensor | None = None) -> Tensor:
+    """Return ``tensor + a1``, or ``tensor + a1 * a2``, as a new tensor."""
+    return tensor + (a1 if a2 is None else a1 * a2)
 
 
 class DifferentiableSGD(RuleOptimizer):
@@ -145,8 +152,9 @@ def get_diff_optim(
         opt: A `BDAInnerOptimizer`, an optimizer of torch.optim, or one of a class given to `register_optim`.
         reference_params: The parameters of the module that `opt` works on, as ``module.parameters()`` gives them.
         fmodel: The patched module whose weights `step` updates; without it `step` is given `params`.
-        device: Where the state is to be; where it was, by default.
-        override: Settings that replace the optimizer's: name to a value, or to a list with one per group.
+        device: The device of the state; by default it stays where it is.
+        override: Settings that replace the optimizer's: name to a value, or to a list with one per group. A tensor has
+            one element, or broadcasts to the group's parameters.
         track_higher_grads: Whether steps can be differentiated; if False they give leaves.
         **kwargs: `grad_callback`, `first_order`; see `DifferentiableOptimizer`.
     """
@@ -167,7 +175,7 @@ def create_diff_optim(
     track_higher_grads: bool = True,
     **kwargs: Any,
 ) -> DifferentiableOptimizer:
-    """Return a differentiable optimizer that was no optimizer before.
+    """Return a differentiable optimizer without an ordinary one to start from.
 
     Args:
         opt_type: The class, as of `torch.optim`.
@@ -175,7 +183,7 @@ def create_diff_optim(
         params: Tensors, or groups of them, of the shapes of the weights; not needed with `fmodel`. Tensors of
             ``fmodel.parameters()`` stand for themselves, others for the weights in order.
         fmodel: The patched module whose weights `step` updates.
-        device: Where the state is to be.
+        device: The device of the state.
         override: Settings that replace those of `opt_kwargs`.
         track_higher_grads: Whether steps can be differentiated.
         **kwargs: `grad_callback`, `first_order`; see `DifferentiableOptimizer`.
@@ -207,7 +215,7 @@ def create_diff_optim(
 
 
 def register_optim(optim_type: type[Optimizer], diff_optim_type: type[DifferentiableOptimizer]) -> None:
-    """Make an optimizer of the user's known.
+    """Register the differentiable form of an optimizer of the user's.
 
     Args:
         optim_type: The class of the optimizer.
@@ -225,12 +233,12 @@ def register_optim(optim_type: type[Optimizer], diff_optim_type: type[Differenti
 def get_trainable_opt_params(opt: Optimizer, device: Device = None) -> dict[str, list[Any]]:
     """Return the settings of an optimizer as tensors that can be learned, in the form that `override` takes.
 
-    Numbers become tensors, also in tuples; switches, and numbers that no derivative is known of, are left out. As in
-    `higher`, a `momentum` or `weight_decay` of 0 is off and gets no gradient: start from a small number to learn it.
+    Numbers become tensors, also in tuples; switches, and numbers without a derivative, are left out. As in `higher`, a
+    `momentum` or `weight_decay` of 0 is off and gets no gradient: start from a small number to learn it.
 
     Args:
         opt: The optimizer.
-        device: Where the tensors are to be.
+        device: The device of the tensors.
 
     >>> opt = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     >>> get_trainable_opt_params(opt)["lr"]
@@ -238,17 +246,17 @@ def get_trainable_opt_params(opt: Optimizer, device: Device = None) -> dict[str,
     """
     kind = _CLASSES.get(type(opt))
     known = kind.learnable(opt) if kind is not None and issubclass(kind, RuleOptimizer) else None
-    found: dict[str, list[Any]] = {}
+    learned: dict[str, list[Any]] = {}
     for name in opt.param_groups[0]:
         if name != "params" and (known is None or name in known):
             tensors = [trainable(group[name], device) for group in opt.param_groups]
             if all(tensor is not None for tensor in tensors):
-                found[name] = tensors
-    return found
+                learned[name] = tensors
+    return learned
 
 
 def apply_trainable_opt_params(opt: Optimizer, override: Override) -> None:
-    """Write learned settings into an optimizer, each as the type that it has there.
+    """Write learned settings into an optimizer; each keeps the type that it has there.
 
     >>> opt = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     >>> apply_trainable_opt_params(opt, {"lr": [torch.tensor(0.5, requires_grad=True)]})
@@ -269,7 +277,7 @@ def _kind(opt_type: Any) -> type[DifferentiableOptimizer]:
     if opt_type in _CLASSES:
         return _CLASSES[opt_type]
     if getattr(torch.optim, getattr(opt_type, "__name__", ""), None) is opt_type:
-        resolve(opt_type)  # says why it cannot be differentiated
+        resolve(opt_type)  # raises, with the reason why it cannot be differentiated
     raise ValueError(
         f"no differentiable form of {opt_type} is known. Derive one from `DifferentiableOptimizer` and pass both to "
         "`register_optim`."
