@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from typing import Any
 
 import pytest
 import torch
-from campaign import awkward, layers, matrix, registry
+from campaign import awkward, fuzz, later, layers, matrix, registry
+from campaign.draw import draw
 
 from bda_optim._context import forward
 from bda_optim._modules import skeleton
@@ -28,6 +31,37 @@ def test_full_run_is_recorded_and_found_nothing(name: str) -> None:
     assert result["count"] > 0 and result["failures"] == []
     assert {"torch", "python", "bda_optim"} <= result["versions"].keys()
     assert registry.load(name).row(result)
+
+
+def test_the_full_run_with_later_options_is_recorded_and_found_nothing() -> None:
+    """By `python -m tests.campaign fuzz --later --record`."""
+    result = registry.read("fuzz_later")
+    assert result is not None and result["count"] >= 1000 and result["failures"] == []
+    assert fuzz.row(result)
+
+
+@pytest.mark.parametrize(
+    ("seed", "count", "digest"),
+    [
+        (0, 10_000, "59a9d4e2d85198a600d4c5ff9c05db7daccd9fb60c3ebeb943d9ebc120406556"),
+        (fuzz.BOUNDED_SEED, fuzz.BOUNDED, "a1790827f83aa6c48e8f2ff7eb972b3162f9cdbbcaa78fa76028f18b4fd28dcd"),
+    ],
+)
+def test_the_drawn_configurations_are_a_frozen_list(seed: int, count: int, digest: str) -> None:
+    """Later options are drawn by `later.draw_later`; a change of `draw` would make the recorded numbers meaningless."""
+    lines = "".join(f"{draw(seed, number)}\n" for number in range(count))
+    assert hashlib.sha256(lines.encode()).hexdigest() == digest
+
+
+def test_later_options_are_added_to_the_frozen_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = [later.draw_later(fuzz.LATER_SEED, number) for number in range(fuzz.BOUNDED_LATER)]
+    assert [dataclasses.replace(c, later={}) for c in configs] == [draw(c.seed, c.number) for c in configs]
+    assert {name for config in configs for name in config.later} == later.OPTIONS.keys(), "each is in the bounded part"
+    new = later.Option(lambda config: True, (1, 2), lambda problem, value: None)
+    monkeypatch.setattr(later, "OPTIONS", {"new": new, **later.OPTIONS})
+    again = [later.draw_later(fuzz.LATER_SEED, number) for number in range(fuzz.BOUNDED_LATER)]
+    assert any("new" in config.later for config in again)
+    assert [{k: v for k, v in c.later.items() if k != "new"} for c in again] == [c.later for c in configs]
 
 
 def test_the_matrices_are_large_enough() -> None:

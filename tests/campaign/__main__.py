@@ -36,7 +36,8 @@ def main() -> int:
     else:
         results = {args.command: registry.full(args.command, args)}
         if args.record:
-            print("recorded in", registry.write(args.command, results[args.command]))
+            result = results[args.command]
+            print("recorded in", registry.write(result.pop("record", args.command), result))
     failures = [line for result in results.values() if result for line in result["failures"]]
     for line in failures:
         print("FAILED", line)

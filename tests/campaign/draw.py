@@ -59,14 +59,19 @@ class Config:
     upper_lr: float | None = None
     last: int = 0
     spoil: str = ""
+    later: dict[str, Any] = dataclasses.field(default_factory=dict)  # options of `later.py`, by name
 
     def __str__(self) -> str:
-        found = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))
-        return " ".join(f"{name}={value}" for name, value, default in found if value != default and name != "seed")
+        fields = [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self) if f.name != "later"]
+        fields.append(("later", self.later, {}))
+        return " ".join(f"{name}={value}" for name, value, default in fields if value != default and name != "seed")
 
 
 def draw(seed: int, number: int) -> Config:
-    """Return the configuration of a number; the same for ever."""
+    """Return the configuration of a number.
+
+    The list is frozen: a number means the same configuration in every version. `later.py` draws what is new.
+    """
     dice = random.Random(f"{seed}:{number}")
     chance = dice.random
     family = dice.choice(TREES * 2 + MODULES)

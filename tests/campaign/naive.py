@@ -71,7 +71,7 @@ def _step(
 ) -> tuple[Tensor, dict[str, Any]]:
     """y - [a s_u g_F + (1 - a) (y - prox(y - D))]."""
     memory, moved = dict(memory), y
-    settings = group.of(name)
+    settings = group.of(name, k)
     if lower is not None:
         memory["t"] += 1
         if y.is_complex():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ def adjoint(problem: Problem) -> Any:
     """The adjoint that the configuration names."""
     config = problem.config
     within = {0: bda.Unroll(), 1: bda.Checkpointed(), 2: bda.Checkpointed(slots=2)}[config.number % 3]
-    return {
+    how = {
         "Unroll": bda.Unroll(),
         "Checkpointed": bda.Checkpointed(),
         "every": bda.Checkpointed(every=1 + config.number % 3),
@@ -30,6 +31,7 @@ def adjoint(problem: Problem) -> Any:
         "FirstOrder": bda.FirstOrder(),
         "Guarded": bda.Guarded(within, limit=1e12),
     }[config.adjoint]
+    return dataclasses.replace(how, **problem.adjoint)
 
 
 def value(problem: Problem, how: Any) -> tuple[Tensor, list[dict[str, Tensor]]]:
@@ -85,7 +87,7 @@ def _arguments(problem: Problem) -> dict[str, Any]:
     return {
         **group.settings, "alpha": group.alpha, "prox": group.map, "rule": _rule(problem), "steps": problem.steps,
         "batches": problem.batches, "tasks": problem.tasks, "compile": _compile(problem),
-        "chunk_size": problem.config.chunk,
+        "chunk_size": problem.config.chunk, **problem.arguments,
     }  # fmt: skip
 
 
@@ -106,7 +108,7 @@ def _unrolled(problem: Problem, how: Any) -> tuple[Tensor, list[dict[str, Tensor
     fmodel = _optimizer(problem).unroll(
         problem.module, problem.lower, _upper(problem), hyper=problem.hyper, steps=problem.steps,
         batches=problem.batches, tasks=problem.tasks, adjoint=how, compile=_compile(problem),
-        copy_initial_weights=not problem.learns_start, chunk_size=problem.config.chunk,
+        copy_initial_weights=not problem.learns_start, chunk_size=problem.config.chunk, **problem.arguments,
     )  # fmt: skip
     total = fmodel.losses(problem.upper, problem.hyper, problem.last_batch()).sum()
     params = fmodel.params
@@ -126,7 +128,7 @@ def _own_loop(problem: Problem) -> tuple[Tensor, list[dict[str, Tensor]]]:
         torch.enable_grad(),
         bda.innerloop_ctx(
             problem.module, _optimizer(problem), copy_initial_weights=not problem.learns_start,
-            track_higher_grads=tracked, **options,
+            track_higher_grads=tracked, **options, **problem.arguments,
         ) as (fmodel, diffopt),
     ):  # fmt: skip
         for k in range(1, problem.steps + 1):

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import bda_optim as bda
 
-from . import draw, naive
+from . import draw, later, naive
 from .draw import Config
 
 ROWS, OUT = 4, 2
@@ -128,10 +128,11 @@ class Group:
         self.prox: Callable[[Tensor, Any], Tensor] | None = None
         self.map: Any = None
 
-    def of(self, name: str) -> dict[str, Any]:
-        """The settings of one parameter."""
+    def of(self, name: str, k: int) -> dict[str, Any]:
+        """The settings of one parameter in step k."""
         at = self.names.index(name)
-        return {key: value[at] if isinstance(value, list) else value for key, value in self.settings.items()}
+        settings = {key: value[at] if isinstance(value, list) else value for key, value in self.settings.items()}
+        return {key: value(k) if callable(value) else value for key, value in settings.items()}
 
     def weight(self, k: int, name: str = "") -> Any:
         """The weight of the upper direction; None where it is plainly absent."""
@@ -159,6 +160,10 @@ class Problem:
         self._make_hyper()
         self.groups = self._make_groups()
         self._wrap_hyper()
+        self.arguments: dict[str, Any] = {}  # further ones of the call: rollout, hypergradient, unroll, innerloop_ctx
+        self.adjoint: dict[str, Any] = {}  # further settings of the adjoint
+        self.tolerance = 1e-7  # of the naive loop
+        later.apply(self)
 
     def _new(self, *shape: int, scale: float = 1.0) -> Tensor:
         wide = scale * torch.randn(shape, generator=self._numbers, dtype=torch.float64)

@@ -5,7 +5,7 @@ A part is a module with
 - ``arguments(parser)``: add the options of the full run to an `argparse` parser;
 - ``run(args) -> dict``: the full run. The dict has at least ``count`` (what was tried) and ``failures`` (a list of
   strings, each with the command that reproduces it; empty if all is well), and ``seed`` where there is one. Everything
-  in it goes into a JSON file;
+  in it goes into a JSON file, which has the name of the part, or that of ``record`` where the dict has one;
 - ``smoke() -> dict``: the same, bounded to some ten seconds: `tests/test_campaign.py` runs it;
 - ``row(result) -> str``: what the table says of a result, in one line.
 """
