@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ._context.forward import refuse_checkpoint, surroundings
 from ._modules.skeleton import Skeleton
+from ._rollout.items import check_task_dimension
 from ._rollout.losses import Trace
 from ._step.gradients import gradient
 from ._step.objective import Loss, Objective
@@ -106,6 +107,7 @@ class FunctionalModule(nn.Module):
         """Return the B losses ``loss(net, hyper, batch)`` of B tasks, every tensor of `batch` with B in front."""
         if self._tasks is None:
             return loss(self, hyper, batch).reshape(1)
+        check_task_dimension(batch, self._tasks, "`batch`")
         buffers = self._state.buffers
         try:
             with surroundings(), self._skeleton.surroundings():

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._adjoints.base import Adjoint
 from ._context.forward import surroundings
 from ._modules.skeleton import module_slot
 from ._rollout.losses import Trace
-from ._solve import Loop, Start, solve
+from ._solve import Loop, Start, solve, warn_without_graph
 from ._step.gradients import gradient
 from ._step.objective import Loss, TreeObjective
 from ._step.rules.resolve import resolve
 from ._step.settings import check_group, complete
 from ._step.tasks import TasksObjective
 from ._step.update import Group, Update
+from ._support.checks import positional
 from ._support.slots import Slots, Template
 from ._support.tensors import describe, is_differentiable
-from ._support.tree import named_leaves, replace_tensors, tensors, unflatten
-from ._support.types import InnerState
+from ._support.tree import Leaf, flatten, named_leaves, replace_tensors, tensors, unflatten
+from ._support.types import InnerState, Prox, Rate, RuleLike
 
 
 class Hypergradient(NamedTuple):
@@ -41,6 +43,7 @@ class Hypergradient(NamedTuple):
     trace: Trace
 
 
+@positional("lower upper params hyper", then="steps")
 def rollout(
     lower: Loss,
     upper: Loss | None,
@@ -48,11 +51,11 @@ def rollout(
     hyper: Any = None,
     *,
     steps: int,
-    lr: Any = None,
-    upper_lr: Any = None,
-    alpha: Any = 0.0,
-    rule: Any = None,
-    prox: Any = None,
+    lr: Rate | None = None,
+    upper_lr: Rate | None = None,
+    alpha: Rate = 0.0,
+    rule: RuleLike = None,
+    prox: Prox | None = None,
     batches: Any = None,
     tasks: int | None = None,
     adjoint: Adjoint | None = None,
@@ -107,9 +110,12 @@ def rollout(
     template = slots.template(hyper, "hyper", module_slot(slots))
     settings |= {"lr": lr, "upper_lr": upper_lr, "alpha": alpha, "prox": prox}
     start = _start(params, [p.clone() for p in _lower_variables(params)], template, slots, rule, settings)
-    return replace_tensors(params, solve(lower, upper, start, loop).state.params)
+    end = solve(lower, upper, start, loop)
+    warn_without_graph(end.state.params, start)
+    return replace_tensors(params, end.state.params)
 
 
+@positional("lower upper params hyper", then="steps")
 def hypergradient(
     lower: Loss,
     upper: Loss,
@@ -117,11 +123,11 @@ def hypergradient(
     hyper: Any,
     *,
     steps: int,
-    lr: Any = None,
-    upper_lr: Any = None,
-    alpha: Any = 0.0,
-    rule: Any = None,
-    prox: Any = None,
+    lr: Rate | None = None,
+    upper_lr: Rate | None = None,
+    alpha: Rate = 0.0,
+    rule: RuleLike = None,
+    prox: Prox | None = None,
     batches: Any = None,
     upper_batch: Any = None,
     tasks: int | None = None,
@@ -149,6 +155,7 @@ def hypergradient(
     """
     if upper is None:
         raise TypeError("`hypergradient` differentiates the upper loss; got upper=None. Use `rollout` for y_K alone.")
+    _check_hyper(hyper)
     loop = Loop(
         steps=steps, batches=batches, tasks=tasks, adjoint=adjoint, compile=compile, chunk_size=chunk_size,
         on_divergence=on_divergence,
@@ -172,7 +179,7 @@ def hypergradient(
 
 
 def lower_point(
-    lower: Loss, params: Any, hyper: Any = None, batch: Any = None, *, lr: float | Tensor, prox: Any = None
+    lower: Loss, params: Any, hyper: Any = None, batch: Any = None, *, lr: float | Tensor, prox: Prox | None = None
 ) -> Any:
     r"""Return the paper's y~, one proximal step of the lower level from y: what is sparse, or feasible.
 
@@ -209,6 +216,12 @@ def _start(
 
 
 def _lower_variables(params: Any) -> list[Tensor]:
+    if isinstance(params, nn.Module):
+        raise TypeError(
+            f"`params` must be a tensor or a tree of tensors; got the module {type(params).__name__}. Use "
+            "`BDAInnerOptimizer(module.parameters(), ...).unroll(module, ...)`, or pass "
+            "`dict(module.named_parameters())`."
+        )
     variables = tensors(params)
     if not variables:
         raise ValueError(f"`params` must be a tensor or a tree of tensors; got {type(params).__name__} without any. ")
@@ -237,6 +250,21 @@ def _total_derivatives(value: Tensor, given: Sequence[Tensor], originals: Sequen
     return [sum((p for p in (a, b) if p is not None), start=torch.zeros_like(t)) for a, b, t in pairs]
 
 
+def _check_hyper(hyper: Any) -> None:
+    """Raise where `hyper` as a whole is something that has no gradient."""
+    if isinstance(hyper, Tensor):
+        accepted = is_differentiable(hyper)
+    else:
+        accepted = hyper is None or isinstance(hyper, nn.Module) or dataclasses.is_dataclass(hyper)
+        accepted = accepted or flatten(hyper)[1] != Leaf(0)
+    if not accepted:
+        got = describe(hyper) if isinstance(hyper, Tensor) else repr(hyper)
+        raise TypeError(
+            f"`hyper` must be a floating-point tensor, a module, or a tree of them; got {got}. Make it a tensor, as in "
+            "`torch.tensor(0.1)`."
+        )
+
+
 def _check_value(value: Any, tasks: int | None) -> None:
     if not isinstance(value, Tensor) or value.numel() != (tasks or 1):
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -244,13 +272,15 @@ def _check_value(value: Any, tasks: int | None) -> None:
 
 
 def _mirror(hyper: Any, slots: Slots, grads: Sequence[Tensor]) -> Any:
-    """Lay gradients out as `hyper` is."""
+    """Lay gradients out as `hyper` is; what is not a floating-point tensor has the gradient None."""
     index = {id(t): i for i, t in enumerate(slots.tensors)}
 
     def leaf(value: Any) -> Any:
-        if isinstance(value, torch.nn.Module):
-            return {name: grads[index[id(p)]] for name, p in value.named_parameters()}
-        return grads[index[id(value)]] if isinstance(value, Tensor) else value
+        if isinstance(value, nn.Module):
+            return {name: leaf(p) for name, p in value.named_parameters()}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {field.name: leaf(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return grads[index[id(value)]] if isinstance(value, Tensor) and is_differentiable(value) else None
 
     leaves, spec = named_leaves(hyper, "hyper")
     return unflatten([leaf(value) for _, value in leaves], spec)

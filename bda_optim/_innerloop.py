@@ -13,14 +13,15 @@ from torch.optim import Optimizer
 from ._context.forward import refuse_reentrant
 from ._functional_module import FunctionalModule
 from ._modules.skeleton import Skeleton
-from ._optimizer import BDAInnerOptimizer, from_torch, refuse_extrapolation
+from ._optimizer import BDAInnerOptimizer
 from ._rollout.divergence import check_choice
 from ._rollout.losses import check_finite
 from ._rollout.state import in_master
 from ._step.aggregation import needs_upper
 from ._step.gradients import both_gradients
+from ._step.rules.resolve import resolve
 from ._step.settings import check_group
-from ._step.update import Group, Update
+from ._step.update import Group, Update, refuse_extrapolation
 from ._support.autograd_graph import refuse_once_differentiable
 from ._support.checks import check_ambient, check_count
 from ._support.slots import Template
@@ -184,6 +185,14 @@ class DiffOptimizer:
         self.k = k
         return params
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: steps take gradients without `.grad`, so there is nothing to reset."""
+
+    def __repr__(self) -> str:
+        """Show the rule, the step and the settings of each group."""
+        groups = ", ".join(str({n: v for n, v in settings.items() if v is not None}) for _, settings in self._groups)
+        return f"{type(self).__name__}(rule={self._rule.name}, k={self.k}, groups=[{groups}])"
+
     def check(self) -> None:
         """Raise `FloatingPointError` if a loss so far, or the parameters, are not finite."""
         if self._records:
@@ -237,3 +246,29 @@ def _cut(steps: int | None, last: int | None, copy_initial_weights: bool) -> int
             "copy_initial_weights=False. Drop `last`, or copy them."
         )
     return max(steps - last, 0)
+
+
+_NO_SETTINGS = {"foreach", "fused", "capturable", "differentiable"}  # how torch computes a step, not what
+
+
+def from_torch(optimizer: Optimizer) -> BDAInnerOptimizer:
+    """Return a BDAInnerOptimizer with the rule, the groups, the settings and the live state of one of torch.optim.
+
+    >>> p = nn.Parameter(torch.zeros(2))
+    >>> from_torch(torch.optim.Adam([p], lr=0.1, betas=(0.5, 0.9))).param_groups[0]["betas"]
+    (0.5, 0.9)
+    """
+    if isinstance(optimizer, BDAInnerOptimizer):
+        return optimizer
+    rule = resolve(type(optimizer))
+    groups = []
+    for group in optimizer.param_groups:
+        mine = {"rule_alpha" if name == "alpha" else name: value for name, value in group.items()}
+        known = {"params", *rule.defaults}
+        groups.append({name: value for name, value in mine.items() if name in known and name not in _NO_SETTINGS})
+    inner = BDAInnerOptimizer(groups, rule=type(optimizer))
+    for group in inner.param_groups:
+        for i, p in enumerate(group["params"]):
+            if optimizer.state.get(p):
+                inner.state[p] = rule.adopt(optimizer.state[p], p, group, index=i)  # type: ignore[attr-defined]
+    return inner

@@ -12,20 +12,20 @@ from torch.optim import Optimizer
 from ._adjoints.base import Adjoint
 from ._functional_module import FunctionalModule
 from ._modules.skeleton import Skeleton, module_slot
-from ._rollout.state import in_master
-from ._solve import Loop, Start, solve
+from ._rollout.state import in_master, matching
+from ._solve import Loop, Start, solve, warn_without_graph
 from ._step.aggregation import at_step, needs_upper
 from ._step.gradients import Grads, both_gradients, no_gradient
 from ._step.objective import Loss, ModuleObjective
 from ._step.rules.resolve import resolve
 from ._step.schedules import from_plain, to_plain
 from ._step.settings import check_group, complete
-from ._step.update import Group, Update
-from ._support.checks import check_ambient
+from ._step.update import Group, Update, refuse_extrapolation
+from ._support.checks import check_ambient, positional
 from ._support.slots import Slots, Template
 from ._support.tensors import is_differentiable
 from ._support.tree import detach, map_tensors, tensors
-from ._support.types import InnerState, Settings
+from ._support.types import InnerState, Prox, Rate, RuleLike, Settings
 from .prox import NO_HYPER
 
 
@@ -70,12 +70,12 @@ class BDAInnerOptimizer(Optimizer):
     def __init__(
         self,
         params: Any,
-        lr: Any = None,
+        lr: Rate | None = None,
         *,
-        upper_lr: Any = None,
-        alpha: Any = 0.0,
-        prox: Any = None,
-        rule: Any = None,
+        upper_lr: Rate | None = None,
+        alpha: Rate = 0.0,
+        prox: Prox | None = None,
+        rule: RuleLike = None,
         **settings: Any,
     ) -> None:
         """Check the settings and make the groups."""
@@ -93,6 +93,7 @@ class BDAInnerOptimizer(Optimizer):
             raise
         self.param_groups[-1].setdefault("k", 0)
 
+    @positional("self model lower upper", then="hyper")
     def unroll(
         self,
         model: nn.Module,
@@ -109,6 +110,7 @@ class BDAInnerOptimizer(Optimizer):
         chunk_size: int | None = None,
         on_divergence: str = "raise",
         master: torch.dtype | None = None,
+        params: Mapping[str, Tensor] | None = None,
     ) -> FunctionalModule:
         """Run K inner steps on `model` and return it with y_K inside, differentiable as the adjoint decides.
 
@@ -130,10 +132,17 @@ class BDAInnerOptimizer(Optimizer):
             chunk_size: How many tasks run at once; fewer need less memory, if the adjoint is `Checkpointed`.
             on_divergence: "raise", "stop" or "ignore": what becomes of a loop that is not finite (see `rollout`).
             master: A wider dtype to keep and update y in, as torch.float32, while the module computes in its own.
+            params: y_0, name to tensor, instead of the module's own parameters: what a hyper-network computed, say.
+                Gradients flow into these tensors.
 
         Returns:
             A module that is called like `model`; `params`, `buffer_dict` and `trace` show what is inside.
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"`unroll` takes the module itself; got {type(model).__name__}. Write "
+                "`inner.unroll(model, lower, upper, steps=K)`; the optimizer knows which parameters it owns."
+            )
         loop = Loop(
             steps=steps, batches=batches, tasks=tasks, adjoint=adjoint, compile=compile, chunk_size=chunk_size,
             on_divergence=on_divergence,
@@ -148,10 +157,15 @@ class BDAInnerOptimizer(Optimizer):
             for name, place in skeleton.params.items()
             if id(place.original) not in owned and place.original.requires_grad
         }
+        if params is not None:
+            originals = matching(params, dict(zip(names, originals, strict=True)))
+            copy_initial_weights = False
         state = in_master(self._initial(originals, skeleton, copy_initial_weights=copy_initial_weights), master)
         objective = ModuleObjective(skeleton, names, others, template)
-        end = solve(lower, upper, Start(objective, state, names, self.rule, self._groups(), template, slots), loop)
-        # Not the skeleton of the loop: an adjoint that replays steps lays other iterates into that one.
+        start = Start(objective, state, names, self.rule, self._groups(), template, slots)
+        end = solve(lower, upper, start, loop)
+        warn_without_graph(end.state.params, start)
+        # Not the skeleton of the loop: an adjoint that replays steps lays other iterates into that one, and holds it.
         fmodel = FunctionalModule(Skeleton(model), names, end.state, self._update(tasks), end.mapper)
         fmodel.__dict__["trace"] = end.trace  # a parameter of the module may have this name
         return fmodel
@@ -187,18 +201,24 @@ class BDAInnerOptimizer(Optimizer):
         for group in self.param_groups:
             group["k"] = 0
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *losses: Any) -> Any:
         """Take one ordinary step in place.
 
         Args:
             closure: None: `p.grad` is the lower gradient. Or it returns one tensor: it has called `backward()` and
                 `p.grad` is read, as in torch.optim. Both need alpha = 0. Or it returns ``(lower, upper)`` without
                 calling `backward()`; then no `.grad` is touched.
+            *losses: Refused: losses are passed to `diffopt.step`.
 
         Returns:
             What the closure returned.
         """
         check_ambient()
+        if losses or isinstance(closure, Tensor):
+            raise TypeError(
+                "`step` takes a closure, as in torch.optim; got a loss. Write `inner.step(lambda: (lower, upper))` for "
+                "a step in place, or `diffopt.step(lower, upper)` inside `innerloop_ctx`."
+            )
         with torch.enable_grad():
             value = None if closure is None else closure()
         params = self._adapted()
@@ -222,10 +242,11 @@ class BDAInnerOptimizer(Optimizer):
         packed["rule"] = self.rule.name
         for group in packed["param_groups"]:
             group.pop("prox")
-            if callable(group["alpha"]):
-                plain = to_plain(group.pop("alpha"))
-                if plain is not None:
-                    group["alpha"] = plain
+            for name in _SCHEDULED:
+                if callable(group[name]):
+                    plain = to_plain(group.pop(name))
+                    if plain is not None:
+                        group[name] = plain
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -248,13 +269,17 @@ class BDAInnerOptimizer(Optimizer):
         loaded["param_groups"] = [dict(group) for group in loaded["param_groups"]]
         kept = []
         for group, live in zip(loaded["param_groups"], self.param_groups, strict=False):
-            defaults = {**complete(self.rule, {}), "k": 0, "prox": live["prox"], "alpha": live["alpha"]}
+            live_ones = {name: live[name] for name in ("prox", *_SCHEDULED)}
+            defaults = {**complete(self.rule, {}), "k": 0, **live_ones}
             kept.append({name: value for name, value in defaults.items() if name not in group})
-            if isinstance(group.get("alpha"), dict):
-                group["alpha"] = from_plain(group["alpha"])
+            group.update({name: from_plain(group[name]) for name in _SCHEDULED if isinstance(group.get(name), dict)})
         super().load_state_dict(loaded)
         for group, own in zip(self.param_groups, kept, strict=True):
             group.update(own)  # only now: torch copies what it loads, and a learned strength would be another tensor
+
+    def __repr__(self) -> str:
+        """Show the rule and the groups."""
+        return super().__repr__().replace("(", f"(rule={self.rule.name}", 1)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and deepcopy carry: torch's part and the rule."""
@@ -351,44 +376,9 @@ class BDAInnerOptimizer(Optimizer):
         return [p.grad for p in params], no_gradient(params)
 
 
+_SCHEDULED = ("alpha", "lr", "upper_lr")  # the settings that may be functions of k
 _BOTH_LOSSES = "Pass a closure that returns (lower, upper) and does not call `backward()`."
 
 
 def _adapts(p: Tensor) -> bool:
     return p.requires_grad and is_differentiable(p)
-
-
-def refuse_extrapolation(update: Update, state: InnerState, settings: Sequence[Settings], where: str) -> None:
-    """Raise where gradients that are already there were taken at another point than the rule wants."""
-    points = update.points(state, settings)
-    if any(point is not p for point, p in zip(points, state.params, strict=True)):
-        raise ValueError(
-            f"the rule {update.rule.name} takes its gradients at an extrapolated point, which `{where}` cannot "
-            "evaluate. Use `unroll`, which calls the losses itself."
-        )
-
-
-_NO_SETTINGS = {"foreach", "fused", "capturable", "differentiable"}  # how torch computes a step, not what
-
-
-def from_torch(optimizer: Optimizer) -> BDAInnerOptimizer:
-    """Return a BDAInnerOptimizer with the rule, the groups, the settings and the live state of one of torch.optim.
-
-    >>> p = nn.Parameter(torch.zeros(2))
-    >>> from_torch(torch.optim.Adam([p], lr=0.1, betas=(0.5, 0.9))).param_groups[0]["betas"]
-    (0.5, 0.9)
-    """
-    if isinstance(optimizer, BDAInnerOptimizer):
-        return optimizer
-    rule = resolve(type(optimizer))
-    groups = []
-    for group in optimizer.param_groups:
-        mine = {"rule_alpha" if name == "alpha" else name: value for name, value in group.items()}
-        known = {"params", *rule.defaults}
-        groups.append({name: value for name, value in mine.items() if name in known and name not in _NO_SETTINGS})
-    inner = BDAInnerOptimizer(groups, rule=type(optimizer))
-    for group in inner.param_groups:
-        for i, p in enumerate(group["params"]):
-            if optimizer.state.get(p):
-                inner.state[p] = rule.adopt(optimizer.state[p], p, group, index=i)  # type: ignore[attr-defined]
-    return inner

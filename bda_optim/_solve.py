@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
-from ._adjoints.base import Adjoint
+from ._adjoints.base import Adjoint, check_adjoint
 from ._adjoints.unroll import Unroll
 from ._compiled.step import CompiledStep
 from ._compiled.units import with_plain_counts, with_tensor_counts
@@ -18,12 +20,15 @@ from ._rollout.items import Items, in_chunks
 from ._rollout.losses import Trace, trace_of
 from ._rollout.state import expand, join
 from ._step.aggregation import at_step, needs_upper
-from ._step.objective import Loss, Objective
+from ._step.objective import Loss, Objective, check_loss, explained
 from ._step.step import BDAStep
 from ._step.tasks import TaskMapper, TasksObjective
 from ._step.update import Group, Update
+from ._support import autograd_graph
 from ._support.checks import check_ambient, check_count, check_devices
 from ._support.slots import Slots, Template
+from ._support.tensors import refuse_changed
+from ._support.torch_private import version_of
 from ._support.types import InnerState, Record, Rule
 
 Groups: TypeAlias = Sequence[tuple[tuple[int, ...], Mapping[str, Any]]]
@@ -69,9 +74,10 @@ class Loop:
     def __post_init__(self) -> None:
         """Check the options."""
         check_choice(self.on_divergence, self.chunk_size)
-        check_count("steps", self.steps)
-        if self.tasks is not None:
-            check_count("tasks", self.tasks)
+        check_adjoint("adjoint", self.adjoint)
+        for name in ("steps", "tasks", "chunk_size"):
+            if getattr(self, name) is not None or name == "steps":
+                object.__setattr__(self, name, check_count(name, getattr(self, name)))
         if not isinstance(self.compile, bool) and self.compile not in ("reverse", "mixed"):
             raise ValueError(f'`compile` must be True, False, "reverse" or "mixed"; got {self.compile!r}.')
 
@@ -97,6 +103,9 @@ class Solution(NamedTuple):
 def solve(lower: Loss, upper: Loss | None, start: Start, loop: Loop) -> Solution:
     """Run K inner steps, chunk by chunk of tasks."""
     check_ambient()
+    check_loss("lower", lower)
+    if upper is not None:
+        check_loss("upper", upper)
     for chosen in (settings for _, settings in start.groups):
         _check_alpha(upper, chosen, loop.steps)
     mapper = TaskMapper(loop.tasks) if loop.tasks else None
@@ -105,6 +114,21 @@ def solve(lower: Loss, upper: Loss | None, start: Start, loop: Loop) -> Solution
         over = mapper if mapper is None or mapper.tasks == part.tasks else TaskMapper(part.tasks or 1)
         parts.append(_run(lower, upper, start, part, over))
     return Solution(*join(parts), mapper)
+
+
+def warn_without_graph(params: Sequence[Tensor], start: Start) -> None:
+    """Warn where y_K leads to no leaf although grad mode is on: `backward` would fail later, or do nothing."""
+    if not torch.is_grad_enabled() or params[0].is_meta:
+        return
+    passed = any(t.requires_grad for t in (*start.state.params, *start.slots.tensors))
+    if not any(p.requires_grad for p in params) or not (passed or autograd_graph.leaves(params)):
+        warnings.warn(
+            "nothing that this rollout depends on requires grad, so `backward` through it will fail. Call "
+            "`requires_grad_()` on the upper variables and pass them in `hyper=`, or `copy_initial_weights=False` for "
+            "a learned initialisation (`FirstOrder` leaves only that, the rates and alpha). For adaptation without "
+            "gradients run it under `torch.no_grad()`.",
+            stacklevel=4,  # past the door and its decorator
+        )
 
 
 def _run(
@@ -119,7 +143,8 @@ def _run(
     values = (*start.values, *slots.tensors[len(start.values) :])
     check_devices(state.params, [*zip(slots.names, values, strict=True), *items.constants])
     objective = start.objective if mapper is None else TasksObjective(start.objective, mapper)
-    step = BDAStep(objective, lower, upper, update, start.hyper, names=slots.names)
+    step = BDAStep(objective, lower, upper, update, start.hyper, names=slots.names, param_names=start.names)
+    versions = [version_of(t) for t in values]
     adjoint = loop.adjoint or Unroll()
 
     def run(items: Items) -> tuple[InnerState, list[Record]]:
@@ -127,8 +152,9 @@ def _run(
             return _run_compiled(adjoint, step, state, values, items, loop.mode)
         return adjoint(step, state, values, items)
 
-    with surroundings():
+    with surroundings(), explained(lower, upper):
         last, records = watched(run, loop.on_divergence, step, state, values, items, start.names)
+    refuse_changed(slots.names, values, versions)
     return last, trace_of(records, loop.tasks)
 
 

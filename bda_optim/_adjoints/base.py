@@ -127,6 +127,16 @@ class Step:
         return stationary_map(self._function, state, hyper, item, alpha)
 
 
+def check_adjoint(name: str, adjoint: Any) -> None:
+    """Raise where something is passed as an adjoint that is not one; None is the default."""
+    if isinstance(adjoint, type):
+        raise TypeError(f"`{name}` must be an adjoint; got the class {adjoint.__name__}. Write `{adjoint.__name__}()`.")
+    if adjoint is not None and not callable(adjoint):
+        raise TypeError(
+            f"`{name}` must be an adjoint; got {adjoint!r}. Use an object such as `Unroll()` or `Checkpointed()`."
+        )
+
+
 def as_step(step: Any) -> Step:
     """Return a step as adjoints see it; a plain function is adapted."""
     return step if isinstance(step, Step) else Step(step)

@@ -67,7 +67,7 @@ class Checkpointed:
             raise ValueError(f'`offload` must be None or "cpu"; got {self.offload!r}. Other places are not supported.')
         for name in ("every", "slots"):
             if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
+                object.__setattr__(self, name, check_count(name, getattr(self, name)))
 
     def __call__(self, step: Any, state: Any, hyper: tuple[Tensor, ...], items: Items) -> Result:
         """Run the loop inside one autograd function."""

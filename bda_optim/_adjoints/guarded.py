@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._support.tree import replace_tensors, tensors
-from .base import Adjoint, Cotangents, Items, Result, Step, as_step
+from .base import Adjoint, Cotangents, Items, Result, Step, as_step, check_adjoint
 from .forward_mode import ForwardMode
 from .unroll import Unroll
 
@@ -57,6 +57,7 @@ class Guarded:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and value > 0 and math.isfinite(value)):
                 raise ValueError(f"`{name}` must be a positive number; got {value!r}.")
+        check_adjoint("within", self.within)
         inside: Any = self.within
         while inside is not None:
             if isinstance(inside, ForwardMode):

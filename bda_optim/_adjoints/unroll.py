@@ -22,7 +22,7 @@ from .._support import autograd_graph
 from .._support.checks import check_count
 from .._support.tensors import any_requires_grad
 from .._support.tree import detach, tensors
-from .base import Adjoint, Items, Result, as_step
+from .base import Adjoint, Items, Result, as_step, check_adjoint
 from .replay import replayed
 
 
@@ -104,8 +104,9 @@ class Truncated:
     within: Adjoint = Unroll()
 
     def __post_init__(self) -> None:
-        """Check `last`."""
-        check_count("last", self.last)
+        """Check the options."""
+        object.__setattr__(self, "last", check_count("last", self.last))
+        check_adjoint("within", self.within)
 
     def __call__(self, step: Any, state: Any, hyper: tuple[Tensor, ...], items: Items) -> Result:
         """Run K - T steps without a graph, then hand over to `within`."""

@@ -77,8 +77,7 @@ class Items(Sequence[Item]):
 
     def _prepared(self, batch: Any, number: int) -> Any:
         if self._tasks is not None:
-            for tensor in tensors(batch):
-                _check_task_dimension(tensor, self._tasks, f"batches[{number}]")
+            check_task_dimension(batch, self._tasks, f"batches[{number}]")
         return map_tensors(
             lambda t: self._slots.put(t, f"a tensor of batches[{number}]") if t.requires_grad else t, batch
         )
@@ -102,18 +101,19 @@ def _part(batches: Any, part: slice, tasks: int) -> Any:
     known: dict[int, Any] = {}
     for number, batch in enumerate(batches):
         if id(batch) not in known:
-            for tensor in tensors(batch):
-                _check_task_dimension(tensor, tasks, f"batches[{number}]")
+            check_task_dimension(batch, tasks, f"batches[{number}]")
             known[id(batch)] = map_tensors(lambda t: t[part], batch)
     return [known[id(batch)] for batch in batches]
 
 
-def _check_task_dimension(tensor: Tensor, tasks: int, name: str) -> None:
-    if tensor.dim() == 0 or tensor.shape[0] != tasks:
-        raise ValueError(
-            f"with tasks={tasks} every tensor of a batch has a leading dimension of that size; got {name} with a "
-            f"tensor of shape {tuple(tensor.shape)}. Stack the tasks' tensors."
-        )
+def check_task_dimension(batch: Any, tasks: int, name: str) -> None:
+    """Raise where a tensor of a batch lacks the task dimension."""
+    for tensor in tensors(batch):
+        if tensor.dim() == 0 or tensor.shape[0] != tasks:
+            raise ValueError(
+                f"with tasks={tasks} every tensor of a batch has a leading dimension of that size; got {name} with a "
+                f"tensor of shape {tuple(tensor.shape)}. Stack the tasks' tensors."
+            )
 
 
 def _check_batches(batches: Any, steps: int) -> None:

@@ -22,6 +22,19 @@ class Trace(NamedTuple):
     lower: Tensor
     upper: Tensor | None
 
+    def __repr__(self) -> str:
+        """Show the number of steps, and the first and the last losses."""
+        ends = [f"{name} {_shown(loss)}" for name, loss in zip(self._fields, self, strict=True) if loss is not None]
+        return f"Trace(K={len(self.lower)}, {', '.join(ends)})"
+
+
+def _shown(losses: Tensor) -> str:
+    """Return the means over tasks of the first and of the last losses."""
+    if losses.is_meta:
+        return "on meta"
+    first, last = (losses[k].mean().item() for k in (0, -1))
+    return f"{first:.4g} ... {last:.4g}"
+
 
 def trace_of(records: Sequence[Record], tasks: int | None) -> Trace:
     """Stack the losses of all steps."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -48,3 +48,19 @@ def in_master(state: InnerState, master: torch.dtype | None) -> InnerState:
         return t.to(master) if is_differentiable(t) and torch.promote_types(t.dtype, master) == master else t
 
     return state._replace(params=tuple(map(widen, state.params)), rule=map_tensors(widen, state.rule))
+
+
+def matching(params: Mapping[str, Tensor], originals: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the tensors of `params` in the order of the optimizer's parameters, which they must match."""
+    if set(params) != set(originals):
+        raise ValueError(
+            f"`params` must have the names of the optimizer's parameters, {', '.join(originals)}; got "
+            f"{', '.join(params)}."
+        )
+    for name, original in originals.items():
+        if params[name].shape != original.shape:
+            raise ValueError(
+                f"`params[{name!r}]` must have the shape of the parameter, {tuple(original.shape)}; got "
+                f"{tuple(params[name].shape)}."
+            )
+    return [params[name] for name in originals]

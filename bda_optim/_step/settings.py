@@ -30,7 +30,20 @@ def complete(rule: Rule, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_group(rule: Rule, settings: Mapping[str, Any], params: Sequence[Tensor]) -> None:
-    """Raise where the settings of a group cannot be honoured for its parameters."""
+    """Raise where the settings of a group cannot be honoured for its parameters; schedules are checked at k = 1."""
+    for name in ("lr", "upper_lr", "alpha", "prox"):
+        if isinstance(settings[name], type):
+            raise TypeError(
+                f"`{name}` must be a value; got the class {settings[name].__name__}. Call it, as in "
+                f"`{name}={settings[name].__name__}(0.5)`."
+            )
+    values = {n: settings[n](1) if callable(settings[n]) else settings[n] for n in ("lr", "upper_lr", "alpha")}
+    for name, value in values.items():
+        absent = value is None and name != "alpha"
+        if isinstance(value, bool) or not (absent or isinstance(value, int | float | Tensor | list)):
+            hint = "Call the schedule first, as in `harmonic(0.5)`" if callable(value) else "Convert it by `float()`"
+            raise TypeError(f"`{name}` must be a number, a schedule or a tensor; got {value!r}. {hint}.")
+    settings = {**settings, **{n: values[n] for n in ("lr", "upper_lr")}}
     for name, value in settings.items():
         if isinstance(value, list) and not isinstance(rule.defaults.get(name), tuple):
             _check_list(name, value, params)
@@ -38,8 +51,6 @@ def check_group(rule: Rule, settings: Mapping[str, Any], params: Sequence[Tensor
             _check_broadcast(name, value, params)
     rule.validate({name: settings[name] for name in rule.defaults})
     upper_lr, alpha, prox = settings["upper_lr"], settings["alpha"], settings["prox"]
-    if not isinstance(upper_lr, int | float | Tensor | list | None) or isinstance(upper_lr, bool):
-        raise TypeError(f"`upper_lr` must be a number or a tensor; got {upper_lr!r}. Leave it out to follow `lr`.")
     if isinstance(upper_lr, int | float) and not (math.isfinite(upper_lr) and upper_lr >= 0):
         raise ValueError(f"`upper_lr` must be a number of at least 0; got {upper_lr}. Leave it out to follow `lr`.")
     _check_alpha(alpha)
@@ -104,8 +115,6 @@ def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
 def _check_alpha(alpha: Any) -> None:
     if isinstance(alpha, Tensor | list) or callable(alpha):
         return
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise TypeError(f"`alpha` must be a number, a schedule or a tensor; got {alpha!r}. Use `harmonic(0.5)`.")
     if not 0 <= alpha < 1:
         raise ValueError(
             f"`alpha` must lie in [0, 1) at every step; got {alpha} at k=1. Use `harmonic(0.5)` or clip it."

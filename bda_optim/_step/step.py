@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from .._support.slots import Template, fill
+from .._support.tensors import refuse_changed
+from .._support.torch_private import version_of
 from .._support.types import InnerState, Item, Record, Settings
 from .aggregation import needs_upper
 from .gradients import both_gradients
@@ -26,6 +28,7 @@ class BDAStep:
         update: Rule, prox and aggregation.
         hyper: The user's tree of upper variables, as a prox receives it.
         names: What messages call the tensors of `hyper`.
+        param_names: What messages call the lower variables.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class BDAStep:
         hyper: Template,
         *,
         names: Sequence[str] = (),
+        param_names: Sequence[str] = (),
     ) -> None:
         """Store the parts."""
         self.objective = objective
@@ -45,6 +49,7 @@ class BDAStep:
         self.update = update
         self.hyper = hyper
         self.names = tuple(names)
+        self.param_names = tuple(param_names)
         self.constant_gradients = False
 
     def first_order(self) -> BDAStep:
@@ -81,8 +86,17 @@ class BDAStep:
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
         """Return both losses (the upper one None where every alpha is 0), and the buffers after the lower forward."""
         batch = fill(item.batch, hyper)
+        versions = [version_of(p) for p in points] if _is_first(item.k) else []
         f, kept = self.objective(self.lower, points, buffers, hyper, batch)
-        if not needs_upper(settings, self.upper, item.k):
-            return f, None, kept
-        assert self.upper is not None
-        return f, self.objective(self.upper, points, buffers, hyper, batch)[0], kept
+        big_f = None
+        if needs_upper(settings, self.upper, item.k):
+            assert self.upper is not None
+            big_f, _ = self.objective(self.upper, points, buffers, hyper, batch)
+        if versions:
+            refuse_changed(self.param_names, points, versions)
+        return f, big_f, kept
+
+
+def _is_first(k: int | Tensor) -> bool:
+    """Whether a step is the first of a rollout; in a trace k is a tensor."""
+    return not isinstance(k, Tensor) and k == 1

@@ -122,3 +122,13 @@ def _nth(setting: Any, place: int) -> Scalar:
     """Return a setting of the parameter at `place`: a list has one tensor per parameter."""
     chosen: Scalar = setting[place] if isinstance(setting, list) else setting
     return chosen
+
+
+def refuse_extrapolation(update: Update, state: InnerState, settings: Sequence[Settings], where: str) -> None:
+    """Raise where gradients that are already there were taken at another point than the rule wants."""
+    points = update.points(state, settings)
+    if any(point is not p for point, p in zip(points, state.params, strict=True)):
+        raise ValueError(
+            f"the rule {update.rule.name} takes its gradients at an extrapolated point, which `{where}` cannot "
+            "evaluate. Use `unroll`, which calls the losses itself."
+        )

@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from .tensors import describe
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def positional(names: str, then: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a function say what it takes by position where it is given more: Python's own message only counts them.
+
+    Args:
+        names: The arguments that may be given by position.
+        then: The name of the next one, which must be given by name.
+    """
+    count = len(names.split())
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            if len(args) > count:
+                taken = [name for name in names.split() if name != "self"]
+                raise TypeError(
+                    f"`{function.__name__}` takes {', '.join(taken)} by position; got {len(args) - count} more. Pass "
+                    f"the others by name, as in `{then}=`."
+                )
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 def check_ambient() -> None:
@@ -21,12 +52,14 @@ def check_ambient() -> None:
 
 
 def check_count(name: str, value: Any) -> int:
-    """Return a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(
-            f"`{name}` must be a whole number of at least 1; got {value!r}. Ask for one {name[:-1]} or more."
-        )
-    return value
+    """Return a whole number of at least 1, of whatever type `operator.index` takes."""
+    count = 0
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            count = operator.index(value)
+    if count < 1:
+        raise ValueError(f"`{name}` must be a whole number of at least 1; got {value!r}. Pass an integer.")
+    return count
 
 
 def check_devices(params: Sequence[Tensor], others: Iterable[tuple[str, Tensor]]) -> None:

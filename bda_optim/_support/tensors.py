@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .torch_private import version_of
 from .tree import tensors
 
 
@@ -45,3 +47,14 @@ def layout(tensor: Tensor) -> tuple[Any, ...]:
 def any_requires_grad(tree: Any) -> bool:
     """Whether grad mode is on and some tensor of the tree requires grad."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors(tree))
+
+
+def refuse_changed(names: Sequence[str], values: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Raise where a tensor has been changed in place since its version was noted."""
+    for name, tensor, before in zip(names, values, versions, strict=True):
+        if version_of(tensor) != before:
+            raise RuntimeError(
+                f"a loss must not change its arguments in place; got {name} ({describe(tensor)}), which was changed "
+                "inside the inner loop. No derivative sees such a change: return a changed copy instead, or use a "
+                "proximal map, such as `prox.box(low, high)` for a clamp."
+            )

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
 Scalar: TypeAlias = float | Tensor
 """A setting: a number, or a tensor (one element, or one per element of the parameter) that may be learned."""
+
+Rate: TypeAlias = float | Tensor | list[Tensor] | Callable[[int], Scalar]
+"""What `lr`, `upper_lr` and `alpha` may be: a number, a tensor that may be learned, a list with a tensor for each
+parameter of a group, or a function of k = 1, 2, ..."""
+
+Prox: TypeAlias = Callable[[Tensor, Scalar, Any], Tensor]
+"""A proximal map, called ``prox(y, step, hyper)``."""
 
 Settings: TypeAlias = Mapping[str, Any]
 """The settings of one parameter group, for example ``{"lr": 0.1, "momentum": 0.9}``."""
@@ -56,6 +63,22 @@ class Rule(Protocol):
         self, grads: Sequence[Tensor | None], state: Any, params: Sequence[Tensor], settings: Settings
     ) -> tuple[list[Move | None], Any]:
         """Return one move per parameter (None: it had no gradient and stays) and the new state."""
+
+
+class GradientTransformation(Protocol):
+    """What torchopt's transformations have."""
+
+    @property
+    def init(self) -> Callable[..., Any]:
+        """Return the state before the first update."""
+
+    @property
+    def update(self) -> Callable[..., Any]:
+        """Return the transformed gradients and the new state."""
+
+
+RuleLike: TypeAlias = Rule | type[Any] | GradientTransformation | None
+"""What `rule=` may be: None for SGD, a class of torch.optim, a rule or its class, or a torchopt transformation."""
 
 
 class InnerState(NamedTuple):

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bda_optim._optimizer import refuse_extrapolation
 from bda_optim._step.aggregation import at_step, is_zero, weight
 from bda_optim._step.rules.base import _FIXED
 from bda_optim._step.schedules import from_plain, to_plain
 from bda_optim._step.settings import AGGREGATION, check_group
-from bda_optim._step.update import Group, Update
+from bda_optim._step.update import Group, Update, refuse_extrapolation
 from bda_optim._support.slots import Template
 from bda_optim._support.types import InnerState, Rule
 from bda_optim.prox import NO_HYPER
