@@ -1,33 +1,20 @@
-"""BDAInnerOptimizer as a torch.optim.Optimizer: the in-place step, schedulers, state_dict, copies, refusals."""
+"""BDAInnerOptimizer as a torch.optim.Optimizer: the in-place step, its forms, hooks, groups, refusals."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from optimizers import EXACT, descend, every_rule, lower, make, unchanged, upper
 from problems import mlp, numbers
 from torch import Tensor, nn, optim
-from torch.optim import lr_scheduler, swa_utils
 
 import bda_optim as bda
-from bda_optim._support.types import Move
 
-EXACT = {"rtol": 1e-12, "atol": 1e-12}
 pytestmark = pytest.mark.usefixtures("doubles")
-
-
-def lower(net: Any, hyper: Any = None, batch: Any = None) -> Tensor:
-    return (net(numbers(5, 3)) - 0.5).square().mean()
-
-
-def upper(net: Any, hyper: Any = None, batch: Any = None) -> Tensor:
-    return (net(numbers(5, 3, seed=2)) - 1).abs().pow(3).mean()
 
 
 class Odd(nn.Module):
@@ -106,36 +93,6 @@ def test_sparse_gradients_are_those_of_sgd() -> None:
     assert torch.equal(pair[0].weight, pair[1].weight)
 
 
-RULES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
-    "SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.5}),
-    "Adam": (optim.Adam, {"lr": 0.05, "amsgrad": True, "weight_decay": 0.1}),
-    "AdamW": (optim.AdamW, {"lr": 0.05}),
-    "Adamax": (optim.Adamax, {"lr": 0.05}),
-    "NAdam": (optim.NAdam, {"lr": 0.05}),
-    "RAdam": (optim.RAdam, {"lr": 0.05, "betas": (0.8, 0.9)}),
-    "RMSprop": (optim.RMSprop, {"lr": 0.02, "alpha": 0.8, "centered": True, "momentum": 0.6}),
-    "Rprop": (optim.Rprop, {"lr": 0.05}),
-    "Adagrad": (optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1}),
-    "Adadelta": (optim.Adadelta, {}),
-    "ASGD": (optim.ASGD, {"lr": 0.1, "lambd": 0.1, "t0": 3.0}),
-    "Adafactor": (optim.Adafactor, {"lr": 0.05}),
-}
-every_rule = pytest.mark.parametrize(("kind", "settings"), RULES.values(), ids=RULES.keys())
-
-
-def make(model: nn.Module, kind: Any, settings: dict[str, Any], **more: Any) -> bda.BDAInnerOptimizer:
-    """A BDAInnerOptimizer with a rule of torch.optim, whose `alpha` is called `rule_alpha`."""
-    own = {"rule_alpha" if name == "alpha" else name: value for name, value in settings.items()}
-    return bda.BDAInnerOptimizer(model.parameters(), rule=kind, **own, **more)
-
-
-def descend(model: nn.Module, optimizer: optim.Optimizer, steps: int) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        lower(model).backward()
-        optimizer.step()
-
-
 @every_rule
 def test_a_rule_in_place_is_torchs_optimizer(kind: type[optim.Optimizer], settings: dict[str, Any]) -> None:
     model = mlp()
@@ -147,118 +104,6 @@ def test_a_rule_in_place_is_torchs_optimizer(kind: type[optim.Optimizer], settin
         torch.testing.assert_close(a.detach(), b.detach(), **EXACT)
     assert optimizer.param_groups[0]["k"] == 12
     assert all(not p.grad_fn and p.is_leaf for p in model.parameters())
-
-
-# Schedulers of torch.
-
-LR = 0.2
-Make = Callable[[optim.Optimizer], Any]
-SCHEDULERS: dict[str, Make] = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda epoch: 0.8 + 0.01 * epoch),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 3, 0.5),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5], 0.5),
-    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 4),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.3, 1.0, 5),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[3]
-    ),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 6),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)]
-    ),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.3, step_size_up=3, mode="triangular2"),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=[0.3, 0.1], total_steps=12),
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 8, 2.0),
-    "SWALR": lambda o: swa_utils.SWALR(o, swa_lr=0.05, anneal_epochs=4),
-    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=1),
-}
-
-
-def test_the_table_has_every_scheduler_of_torch() -> None:
-    assert set(lr_scheduler.__all__) - {"LRScheduler"} <= SCHEDULERS.keys()
-
-
-@pytest.mark.parametrize("tensor_lr", [False, True], ids=["number", "tensor"])
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_act_as_on_sgd(name: str, tensor_lr: bool) -> None:
-    model = mlp()
-    other = copy.deepcopy(model)
-    runs = []
-    for net, kind in ((model, bda.BDAInnerOptimizer), (other, optim.SGD)):
-        rates = [torch.tensor(rate) if tensor_lr else rate for rate in (LR, LR / 2)]
-        groups = [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": rates[1]}]
-        optimizer = kind(groups, lr=rates[0], momentum=0.9)
-        runs.append((net, optimizer, SCHEDULERS[name](optimizer)))
-    rates = set()
-    for _ in range(10):
-        for net, optimizer, scheduler in runs:
-            optimizer.zero_grad()
-            lower(net).backward()
-            optimizer.step()
-            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
-        for mine, theirs in zip(runs[0][1].param_groups, runs[1][1].param_groups, strict=True):
-            assert float(mine["lr"]) == float(theirs["lr"])
-            assert mine["momentum"] == theirs["momentum"]
-        rates.add(float(runs[0][1].param_groups[0]["lr"]))
-        for a, b in zip(model.parameters(), other.parameters(), strict=True):
-            if tensor_lr:
-                torch.testing.assert_close(a.detach(), b.detach(), **EXACT)
-            else:
-                assert torch.equal(a, b)
-    assert len(rates) > 1
-
-
-@pytest.mark.parametrize("lr", [0.2, torch.tensor(0.2, dtype=torch.float64)], ids=["number", "tensor"])
-def test_upper_lr_none_follows_lr_at_each_step(lr: Any) -> None:
-    results = []
-    for follows in (True, False):
-        torch.manual_seed(0)
-        model = mlp()
-        rate = lr.clone() if isinstance(lr, Tensor) else lr
-        inner = bda.BDAInnerOptimizer(model.parameters(), lr=rate, alpha=0.3)
-        scheduler = lr_scheduler.ExponentialLR(inner, 0.5)
-        for _ in range(4):
-            if not follows:
-                inner.param_groups[0]["upper_lr"] = float(inner.param_groups[0]["lr"])
-            inner.step(lambda model=model: (lower(model), upper(model)))
-            scheduler.step()
-            assert (inner.param_groups[0]["upper_lr"] is None) == follows
-        if not follows:
-            inner.param_groups[0]["upper_lr"] = float(inner.param_groups[0]["lr"])
-        fmodel = inner.unroll(model, lower, upper, steps=2)
-        results.append([*model.parameters(), *fmodel.params.values()])
-    torch.testing.assert_close(results[0], results[1], **EXACT)
-
-
-@pytest.mark.parametrize("name", [name for name in SCHEDULERS if name != "ReduceLROnPlateau"])
-def test_a_scheduler_on_a_learned_rate_raises(name: str) -> None:
-    model = mlp()
-    leaf = torch.tensor(0.1, requires_grad=True)
-    inner = bda.BDAInnerOptimizer(model.parameters(), lr=leaf, momentum=0.5)
-    one_group: dict[str, Make] = {"OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.3, 12)}
-    make_scheduler = one_group.get(name, SCHEDULERS[name])
-    with pytest.raises((RuntimeError, ValueError), match="requires grad"):
-        make_scheduler(inner)
-        inner.unroll(model, lower, steps=1)
-
-
-def test_a_scheduler_on_a_rate_with_a_graph_raises_when_the_rate_is_used() -> None:
-    """torch overwrites such a rate without complaint, and its gradient would be lost."""
-    model = mlp()
-    raw = torch.tensor(1.0, requires_grad=True)
-    inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.1 * raw)
-    lr_scheduler.StepLR(inner, 1, 0.5)
-    lower(model).backward()
-    for use in (
-        inner.step,
-        lambda: inner.unroll(model, lower, steps=1),
-        lambda: bda.innerloop_ctx(model, inner).__enter__(),
-    ):
-        with pytest.raises(ValueError, match="a torch scheduler overwrites `lr`, which cannot be learned"):
-            use()
 
 
 # The three forms of a step.
@@ -431,213 +276,6 @@ def test_named_parameters_are_taken() -> None:
 # state_dict, pickle, deepcopy.
 
 
-def saved(state: dict[str, Any]) -> dict[str, Any]:
-    """What `torch.save` and a careful `torch.load` make of it."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-THROUGH: dict[str, Callable[[Any], Any]] = {
-    "dict": lambda state: state,
-    "torch": saved,
-    "pickle": lambda state: pickle.loads(pickle.dumps(state)),
-}
-
-
-@pytest.mark.parametrize("through", THROUGH.values(), ids=THROUGH.keys())
-@every_rule
-def test_a_state_dict_goes_on_where_it_was(
-    kind: type[optim.Optimizer], settings: dict[str, Any], through: Callable[[Any], Any]
-) -> None:
-    model = mlp()
-    inner = make(model, kind, settings)
-    descend(model, inner, 3)
-    other = copy.deepcopy(model)
-    fresh = make(other, kind, {})
-    fresh.load_state_dict(through(inner.state_dict()))
-    mine, theirs = (
-        {t.data_ptr() for state in o.state.values() for t in state.values() if isinstance(t, Tensor)}
-        for o in (inner, fresh)
-    )
-    assert not mine & theirs
-    assert len(mine) == len(theirs)
-    descend(model, inner, 3)
-    descend(other, fresh, 3)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert fresh.param_groups[0]["k"] == 6
-
-
-@pytest.mark.filterwarnings("ignore:the weights of .geometric.:UserWarning")
-@pytest.mark.parametrize(
-    "alpha",
-    [
-        bda.constant(0.3),
-        bda.harmonic(0.5),
-        bda.polynomial(0.5, 0.5),
-        bda.theory(0.5, 0.5, 1.0),
-        "geometric",
-        0.25,
-        0.0,
-        torch.tensor(0.3, requires_grad=True),
-        bda.harmonic(torch.tensor(0.5, requires_grad=True)),
-    ],
-    ids=str,
-)
-def test_schedules_and_k_are_in_the_state_dict(alpha: Any) -> None:
-    alpha = bda.geometric(0.5, 0.5) if alpha == "geometric" else alpha
-    model = mlp()
-    inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.1, upper_lr=0.3, alpha=alpha)
-    for _ in range(2):
-        inner.step(lambda: (lower(model), upper(model)))
-    for through in (lambda s: s, saved):
-        other = copy.deepcopy(model)
-        fresh = bda.BDAInnerOptimizer(other.parameters(), alpha=bda.constant(0.9))
-        fresh.load_state_dict(through(inner.state_dict()))
-        group = fresh.param_groups[0]
-        assert (group["k"], group["upper_lr"], group["lr"]) == (2, 0.3, 0.1)
-        loaded = group["alpha"]
-        assert type(loaded) is type(alpha)
-        constant, original = (getattr(a, "c", a) for a in (loaded, alpha))
-        if isinstance(original, Tensor):
-            assert constant.requires_grad
-            assert constant.is_leaf
-            assert constant.data_ptr() != original.data_ptr()
-        else:
-            assert loaded == alpha
-        twin = copy.deepcopy(model)
-        reference = bda.BDAInnerOptimizer(twin.parameters(), lr=0.1, upper_lr=0.3, alpha=alpha)
-        reference.param_groups[0]["k"] = 2
-        fresh.step(lambda other=other: (lower(other), upper(other)))
-        reference.step(lambda twin=twin: (lower(twin), upper(twin)))
-        assert all(torch.equal(a, b) for a, b in zip(other.parameters(), twin.parameters(), strict=True))
-
-
-def test_what_cannot_be_written_is_left_out_and_stays_live() -> None:
-    model = mlp()
-
-    def alpha(k: int) -> float:
-        return 0.1 * k
-
-    prox = bda.prox.l1(lambda hyper: hyper)
-    inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.1, alpha=alpha, prox=prox)
-    state = saved(inner.state_dict())
-    assert "prox" not in state["param_groups"][0]
-    assert "alpha" not in state["param_groups"][0]
-    assert state["rule"] == "SGD"
-    live = bda.prox.l1(torch.tensor(0.1, requires_grad=True) * 2)  # a strength that has a graph
-    schedule = bda.harmonic(torch.tensor(0.2, requires_grad=True))
-    fresh = bda.BDAInnerOptimizer(model.parameters(), lr=0.5, alpha=schedule, prox=live)
-    fresh.load_state_dict(state)
-    assert fresh.param_groups[0]["prox"] is live
-    assert fresh.param_groups[0]["alpha"] is schedule
-    assert fresh.param_groups[0]["lr"] == 0.1
-    assert inner.param_groups[0]["prox"] is prox  # writing left the live one alone
-    assert inner.param_groups[0]["alpha"] is alpha
-
-
-def test_learned_rates_are_loaded_as_copies() -> None:
-    model = mlp()
-    settings = {
-        "lr": [torch.full_like(p, 0.1).requires_grad_() for p in model.parameters()],
-        "momentum": torch.tensor(0.9, requires_grad=True),
-        "upper_lr": torch.tensor(0.2),
-    }
-    inner = bda.BDAInnerOptimizer(model.parameters(), **settings)
-    descend(model, inner, 2)
-    for through in (lambda s: s, saved):
-        fresh = bda.BDAInnerOptimizer(copy.deepcopy(model).parameters())
-        fresh.load_state_dict(through(inner.state_dict()))
-        group = fresh.param_groups[0]
-        for old, new in [*zip(settings["lr"], group["lr"], strict=True), (settings["momentum"], group["momentum"])]:
-            assert torch.equal(old, new)
-            assert new.requires_grad
-            assert new.is_leaf
-            assert old.data_ptr() != new.data_ptr()
-        assert not group["upper_lr"].requires_grad
-    with torch.no_grad():
-        settings["momentum"].fill_(0.0)
-    assert group["momentum"] == 0.9
-
-
-def test_a_state_dict_of_another_kind_is_refused_and_changes_nothing() -> None:
-    model = mlp()
-    inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.1, rule=optim.Adam)
-    descend(model, inner, 2)
-    wrong = {
-        "belongs to the rule SGD; got an optimizer with Adam": bda.BDAInnerOptimizer(model.parameters()).state_dict(),
-        "not written by a BDAInnerOptimizer": optim.Adam(model.parameters()).state_dict(),
-        "different number of parameter groups": bda.BDAInnerOptimizer(
-            [{"params": [p]} for p in model.parameters()], rule=optim.Adam
-        ).state_dict(),
-        "doesn't match the size": bda.BDAInnerOptimizer([model[0].weight], rule=optim.Adam).state_dict(),
-    }
-    for message, state in wrong.items():
-        with unchanged(model, inner), pytest.raises(ValueError, match=message):
-            inner.load_state_dict(state)
-
-
-class Halved:
-    """A rule of one's own: half of the gradient. At the top of the module, so that it can be pickled."""
-
-    name, defaults, elementwise = "Halved", {"lr": 0.1}, True
-
-    def validate(self, settings: Any) -> None:
-        pass
-
-    def init(self, params: Any, settings: Any) -> Any:
-        return {"count": torch.zeros(())}
-
-    def point(self, params: Any, state: Any, settings: Any) -> Any:
-        return params
-
-    def update(self, grads: Any, state: Any, params: Any, settings: Any) -> Any:
-        moves = [None if g is None else Move(g / 2, settings["lr"]) for g in grads]
-        return moves, {"count": state["count"] + 1}
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
-def test_copies_carry_the_rule_the_prox_the_schedules_and_the_state(way: Callable[[Any], Any]) -> None:
-    for settings in (
-        {"rule": optim.Adam, "alpha": bda.harmonic(0.5), "prox": bda.prox.l1(0.1), "upper_lr": 0.3},
-        {"momentum": torch.tensor(0.9, requires_grad=True), "alpha": torch.tensor(0.2, requires_grad=True)},
-        {"rule": Halved(), "alpha": 0.1},
-    ):
-        model = mlp()
-        inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.1, **settings)
-        inner.step(lambda model=model, inner=inner: (lower(model), upper(model)))
-        twin, other = way((model, inner))
-        assert other.rule.name == inner.rule.name
-        assert other.param_groups[0]["prox"] == inner.param_groups[0]["prox"]
-        assert other.param_groups[0]["k"] == 1
-        for _ in range(2):
-            inner.step(lambda model=model: (lower(model), upper(model)))
-            other.step(lambda twin=twin: (lower(twin), upper(twin)))
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-        fmodel, copied = (o.unroll(m, lower, upper, steps=2) for o, m in ((inner, model), (other, twin)))
-        torch.testing.assert_close(fmodel.params, copied.params, rtol=0, atol=0)
-
-
-def test_a_rule_whose_state_is_of_the_whole_group_is_kept() -> None:
-    model = mlp()
-    inner = bda.BDAInnerOptimizer(model.parameters(), rule=Halved())
-    other = copy.deepcopy(model)
-    descend(model, inner, 3)
-    descend(other, optim.SGD(other.parameters(), lr=0.05), 3)
-    torch.testing.assert_close(
-        [p.detach() for p in model.parameters()], [p.detach() for p in other.parameters()], **EXACT
-    )
-    assert inner.state[model[0].weight]["group"]["count"] == 3
-    fmodel = inner.unroll(model, lower, steps=2)
-    inner.commit(fmodel)
-    assert inner.state[model[0].weight]["group"]["count"] == 5
-    fresh = bda.BDAInnerOptimizer(copy.deepcopy(model).parameters(), rule=Halved())
-    fresh.load_state_dict(saved(inner.state_dict()))
-    assert next(iter(fresh.state.values()))["group"]["count"] == 5
-
-
 # What is refused, with the reason.
 
 
@@ -731,35 +369,6 @@ def test_lists_of_settings_skip_frozen_parameters() -> None:
 
 
 # Nothing is left half done.
-
-
-@contextlib.contextmanager
-def unchanged(model: nn.Module, inner: bda.BDAInnerOptimizer) -> Iterator[None]:
-    """The module, the optimizer and torch's global switches are the same afterwards, to the bit."""
-
-    def objects() -> list[Any]:
-        found: list[Any] = [torch.is_grad_enabled(), torch.is_autocast_cache_enabled()]
-        found += torch.nn.attention._cur_sdpa_kernel_backends()
-        for t in (*model.parameters(), *model.buffers()):
-            found += [id(t), t._version, id(t.grad), t.requires_grad]
-        for m in model.modules():
-            found += [m.training, [(k, id(v)) for k, v in m.__dict__.items()], list(m._forward_hooks)]
-        for group in inner.param_groups:
-            found.append({k: v if isinstance(v, int | float | str | bool) else id(v) for k, v in group.items()})
-        found += [(id(p), [(k, id(v)) for k, v in s.items()]) for p, s in inner.state.items()]
-        return found
-
-    def tensors() -> list[Tensor]:
-        held = [v for s in inner.state.values() for v in s.values() if isinstance(v, Tensor)]
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        return [t.detach().clone() for t in (*model.parameters(), *model.buffers(), *held, *grads)]
-
-    before, values = objects(), tensors()
-    yield
-    assert objects() == before
-    assert all(torch.equal(a, b) for a, b in zip(tensors(), values, strict=True))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):  # allowed again
-        torch.ones(1, requires_grad=True).exp()
 
 
 class Interrupted(BaseException):

@@ -47,7 +47,7 @@
 - torch 16: inference mode:
     test_adjoint.py::test_inference_mode_is_refused
 - torch 17: load_state_dict shares storage:
-    test_optimizer.py::test_a_state_dict_goes_on_where_it_was
+    test_state_dict.py::test_a_state_dict_goes_on_where_it_was
 - torch, found here: spectral_norm moves in training:
     test_second_derivatives.py::test_a_spectral_norm_in_training_mode_is_refused_and_first_order_works
 - torch, found here: once_differentiable passes in silence:
@@ -64,7 +64,7 @@
 - higher: parallel modules:
     test_functional.py::test_wrappers_are_taken_off_at_the_root_and_inside
 - torchopt: tied weights, unused parameters, zero gradients, frozen and integer parameters, Ctrl-C, groups:
-    test_compat_torchopt.py::test_what_torchopt_cannot_do
+    test_compat_torchopt_limits.py::test_what_torchopt_cannot_do
 - torchopt: NaN of a ReLU network at K = 100:
     test_traps.py::test_adam_on_a_relu_network_for_a_hundred_steps
 """
