@@ -14,6 +14,7 @@ from ._compiled.compiling import compiling
 from ._functional_module import FunctionalModule
 from ._hypergradient import Hypergradient, hypergradient, lower_point, rollout
 from ._innerloop import DiffOptimizer, innerloop_ctx
+from ._modules.closed import closed_derivatives
 from ._optimizer import BDAInnerOptimizer
 from ._rollout.losses import Trace
 from ._step.rules.fista import FISTA
@@ -40,6 +41,7 @@ __all__ = [
     "Trace",
     "Truncated",
     "Unroll",
+    "closed_derivatives",
     "compiling",
     "constant",
     "geometric",

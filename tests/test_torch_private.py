@@ -159,6 +159,50 @@ def test_plain_operations_have_a_second_derivative() -> None:
     assert {private.undifferentiable(node) for node in walk(grad.grad_fn)} == {None}
 
 
+# Transformations of what a program computes.
+
+
+def test_transformations_are_noticed() -> None:
+    seen: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(private.are_transformed(x))
+        return x.sum()
+
+    class Looking(Identity):
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            look(grad)
+            return grad
+
+    x = torch.ones(2, requires_grad=True)
+    look(x)
+    assert seen == [False], "closed derivatives are never used"
+    torch.func.vmap(look)(torch.ones(2, 2))
+    torch.func.grad(look)(torch.ones(2))
+    with torch.autograd.forward_ad.dual_level():
+        look(torch.ones(1))
+    torch.autograd.grad(Looking.apply(x), x, torch.eye(2), is_grads_batched=True)
+    assert seen == [False, True, True, True, True], "a closed derivative is used where it has no rule"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_observers_of_functions_are_noticed() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append((private.is_watched(), private.is_traced()))
+        return x.sin()
+
+    look(torch.ones(1))
+    with torch.device("cpu"):  # a mode, too
+        look(torch.ones(1))
+    torch.jit.trace(look, torch.ones(1), check_trace=False)
+    private.trace_graph(lambda x: [look(x)], [torch.ones(1)])
+    assert [watched for watched, _ in seen[:3]] == [False, True, True], "modes of the user's do not see a layer"
+    assert [traced for _, traced in seen] == [False, False, False, True], "compiled programs lack closed derivatives"
+
+
 # Hooks on saved tensors.
 
 
@@ -279,6 +323,11 @@ def test_hooks_before_a_forward_pass() -> None:
     module(torch.ones(1, 1))
     assert calls == ["first", "registered"], "checkpoints in sub-modules and moving spectral norms are not refused"
     assert len(registered) == 1, "a hook for the inner loop is left in the user's module"
+
+
+def test_families_of_layers() -> None:
+    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        assert issubclass(kind, private.BatchNorm), "batch norms cannot be given a closed derivative"
 
 
 def test_parametrizations() -> None:

@@ -1,4 +1,4 @@
-"""Layers whose second derivative is wrong in torch: corrected in a module's twin, or marked to be refused."""
+"""Layers whose second derivative is slow or wrong in torch: replaced in a module's twin, or marked to be refused."""
 
 from __future__ import annotations
 
@@ -12,11 +12,29 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from .._support import torch_private
 from .._support.autograd_graph import WithoutSecondDerivative
+from . import batch_norm
+from .closed import chosen
+
+_CLOSED: dict[type[nn.Module], Any] = {
+    nn.BatchNorm1d: batch_norm.BatchNorm1d,
+    nn.BatchNorm2d: batch_norm.BatchNorm2d,
+    nn.BatchNorm3d: batch_norm.BatchNorm3d,
+}
+"""The layers with a closed second derivative: torch's class, and that of the twin."""
+
+_OPEN = {closed: own for own, closed in _CLOSED.items()}
+
+
+def torch_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of the user's layer, given that of its twin."""
+    return _OPEN.get(kind, kind)
 
 
 def recompose(twin: nn.Module) -> None:
-    """Replace what torch differentiates wrongly the second time, or mark it for `refuse_once_differentiable`."""
+    """Replace what torch differentiates slowly or wrongly the second time, or mark it to be refused."""
     hooks = torch_private.pre_hooks(twin)
+    if (own := torch_class(type(twin))) in _CLOSED:
+        _close(twin, own)
     if isinstance(twin, nn.Embedding):
         twin.__dict__["sparse"] = False  # the derivative of a sparse gradient is wrong, and only SGD accepts one
     elif isinstance(twin, torch_private.WeightNorm):
@@ -25,6 +43,16 @@ def recompose(twin: nn.Module) -> None:
         torch_private.replace_pre_hooks(twin, {-1: _mark_input, **hooks})
     if any(isinstance(hook, WeightNorm | SpectralNorm) for hook in hooks.values()):
         torch_private.replace_pre_hooks(twin, {key: _replaced(hook) for key, hook in hooks.items()})
+
+
+def _close(twin: nn.Module, own: type[nn.Module]) -> None:
+    """Give a layer its closed derivative, or torch's own, as was chosen."""
+    choice = chosen()
+    twin.__class__ = own if choice is False else _CLOSED[own]
+    if choice:
+        twin.__dict__["closed_from"] = 0
+    else:
+        twin.__dict__.pop("closed_from", None)
 
 
 def _normalised(g: Tensor, v: Tensor, dim: int) -> Tensor:

@@ -55,7 +55,7 @@ class Skeleton(Frozen):
     def frozen(self) -> Any:
         """Return what a trace of the module depends on: its structure and flags, and the tensors nobody replaces."""
         fixed = [place.original for place in self.params.values() if not place.original.requires_grad]
-        return self.module, tuple(child.training for child in self.root.modules()), fixed
+        return self.module, tuple((type(child), child.training) for child in self.root.modules()), fixed
 
     def surroundings(self) -> contextlib.AbstractContextManager[Any]:
         """Return what a forward pass must run under: cuDNN's RNNs have no second derivative."""

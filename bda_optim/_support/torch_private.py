@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._C import _autograd, _functorch
+from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
@@ -117,6 +118,35 @@ def undifferentiable(node: Any) -> str | None:
     return _SECOND_ORDER_NODES.get(name)
 
 
+# Transformations of what a program computes.
+
+
+def are_transformed(*tensors: Tensor | None) -> bool:
+    """Whether forward-mode derivatives, `torch.func` or ``autograd.grad(is_grads_batched=True)`` are at work.
+
+    The levels of dual tensors and of `torch.func`, and the class of batched gradients, which only the tensors show:
+    since 2.0; no public alternative. An autograd function without rules for them raises, or is silently left out.
+    """
+    return (
+        forward_ad._current_level >= 0
+        or _functorch.peek_interpreter_stack() is not None
+        or any(t is not None and _functorch.is_legacy_batchedtensor(t) for t in tensors)
+    )
+
+
+def is_watched() -> bool:
+    """Whether a mode, of the user's or of `trace_graph`, or `torch.jit.trace` sees the calls of torch's functions.
+
+    The stack of modes and the state of the tracer: since 2.0. The public `torch.jit.is_tracing` reads the latter only.
+    """
+    return torch._C._len_torch_function_stack() > 0 or torch._C._get_tracing_state() is not None
+
+
+def is_traced() -> bool:
+    """Whether `trace_graph` is recording operations. The key of its mode: since 2.1."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 # Hooks on saved tensors.
 
 _top_hooks: Callable[[bool], Any] | None = getattr(_autograd, "_top_saved_tensors_default_hooks", None)  # since 2.8
@@ -196,6 +226,9 @@ def _load_decompositions() -> None:
 
 
 # Modules.
+
+BatchNorm = nn.modules.batchnorm._BatchNorm
+"""What batch norms of one, two and three dimensions have in common: since before 2.0."""
 
 PARAMETERS = "_parameters"
 MODULE_DICTS = (PARAMETERS, "_buffers", "_modules")

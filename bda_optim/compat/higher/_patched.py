@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bda_optim._modules.second_order import torch_class
 from bda_optim._modules.skeleton import Skeleton
 from bda_optim._support.torch_private import MODULE_DICTS, PARAMETERS, own_buffers, own_parameters
 
@@ -217,7 +218,8 @@ def _derived(original: type[nn.Module], base: type[_Patched]) -> type[nn.Module]
     if known is not None:
         return known
     prefix = "Functional" if base is FunctionalModule else "InnerFunctional"
-    content: dict[str, Any] = {"_original": original, "__module__": original.__module__, **_methods(original, base)}
+    own = torch_class(original)
+    content: dict[str, Any] = {"_original": own, "__module__": own.__module__, **_methods(original, base)}
     derived = types.new_class(prefix + original.__name__, (base, original), {}, lambda space: space.update(content))
     _CLASSES[base][original] = weakref.ref(derived)
     if getattr(sys.modules.get(original.__module__), original.__qualname__, None) is original:
@@ -229,7 +231,7 @@ def _methods(original: type[nn.Module], base: type[_Patched]) -> dict[str, Any]:
     """Return the user's own methods, made to run as a forward pass does: differentiable twice, never checkpointed."""
     methods: dict[str, Any] = {}
     for cls in original.__mro__:
-        if cls.__module__.startswith("torch."):
+        if cls.__module__.startswith(("torch.", "bda_optim.")):
             continue
         for name, value in vars(cls).items():
             if isinstance(value, types.FunctionType) and getattr(original, name) is value and not hasattr(base, name):
