@@ -21,7 +21,7 @@
 - torch 7: a compiled rollout has one:
     test_engine.py::test_second_derivative_of_a_compiled_hypergradient
 - torch 8: Adam at a zero second moment:
-    test_rules.py::test_derivatives_are_finite_where_gradients_vanish
+    test_rule_derivatives.py::test_derivatives_are_finite_where_gradients_vanish
 - torch 9: a checkpoint inside the module recomputes with other parameters:
     test_activation_checkpoints.py::test_a_checkpoint_that_would_recompute_with_other_parameters_is_refused
 - torch 10: functional_call is not thread-safe:

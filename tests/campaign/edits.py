@@ -134,7 +134,7 @@ EDITS: dict[str, Edit] = {
     ),
     "AdamW is Adam": Edit("_step/rules/adam.py", '"decoupled_weight_decay": True}', '"decoupled_weight_decay": False}'),
     "roots with an infinite slope at 0": Edit(
-        "_step/rules/base.py", "zero = x <= 0", "zero = x < 0", "tests/test_rules.py -k vanish"
+        "_step/rules/base.py", "zero = x <= 0", "zero = x < 0", "tests/test_rule_derivatives.py -k vanish"
     ),
     "centred variance is not": Edit("_step/rules/adaptive.py", "mean, mean, value=-1", "mean, mean, value=0"),
     "Adagrad's decay one step early": Edit("_step/rules/adaptive.py", '1 + step * s["lr_decay"]', '1 + (step + 1) * s["lr_decay"]'),
