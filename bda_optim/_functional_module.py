@@ -18,7 +18,7 @@ from ._step.gradients import gradient
 from ._step.objective import Loss, Objective
 from ._step.tasks import TaskMapper, TasksObjective
 from ._step.update import Update
-from ._support.torch_private import MODULE_DICTS, inside_checkpoint, pre_hooks, replace_pre_hooks
+from ._support.torch_private import MODULE_DICTS, inside_checkpoint, opaque, pre_hooks, replace_pre_hooks
 from ._support.tree import tensors
 from ._support.types import InnerState
 
@@ -77,6 +77,7 @@ class FunctionalModule(nn.Module):
         """Call the module."""
         return self._call(self._skeleton.root, args, kwargs)
 
+    @opaque
     def _call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the module, or a method of it, for one task or for many."""
         if not self._recomputed:
@@ -103,6 +104,7 @@ class FunctionalModule(nn.Module):
                 self._lay(self._state._replace(buffers=buffers))
             return result
 
+    @opaque
     def losses(self, loss: Loss, hyper: Any = None, batch: Any = None) -> Tensor:
         """Return the B losses ``loss(net, hyper, batch)`` of B tasks, every tensor of `batch` with B in front."""
         if self._tasks is None:

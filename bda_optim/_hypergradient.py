@@ -20,10 +20,11 @@ from ._step.rules.resolve import resolve
 from ._step.settings import check_group, complete
 from ._step.tasks import TasksObjective
 from ._step.update import Group, Update
-from ._support.checks import positional
+from ._support.checks import door
 from ._support.slots import Slots, Template
 from ._support.tensors import describe, is_differentiable
-from ._support.tree import Leaf, flatten, named_leaves, replace_tensors, tensors, unflatten
+from ._support.torch_private import inside_transform
+from ._support.tree import Leaf, detach, flatten, named_leaves, replace_tensors, tensors, unflatten
 from ._support.types import InnerState, Prox, Rate, RuleLike
 
 
@@ -43,7 +44,7 @@ class Hypergradient(NamedTuple):
     trace: Trace
 
 
-@positional("lower upper params hyper", then="steps")
+@door("lower upper params hyper", then="steps")
 def rollout(
     lower: Loss,
     upper: Loss | None,
@@ -115,7 +116,7 @@ def rollout(
     return replace_tensors(params, end.state.params)
 
 
-@positional("lower upper params hyper", then="steps")
+@door("lower upper params hyper", then="steps")
 def hypergradient(
     lower: Loss,
     upper: Loss,
@@ -142,7 +143,9 @@ def hypergradient(
     .. math:: \frac{d\varphi_K}{dx} = \partial_x F(x, y_K) + \Big(\frac{d y_K}{dx}\Big)^T \partial_y F(x, y_K)
 
     Nothing is written to any `.grad`. A tensor of `hyper` that is also `params` itself stands for y_0. The arguments
-    are those of `rollout`, and `upper_batch`, which the last evaluation of `upper` is given.
+    are those of `rollout`, and `upper_batch`, which the last evaluation of `upper` is given. Inside a transform of
+    `torch.func` the result can be differentiated and mapped further, and x counts where the losses, settings and
+    batches are given it directly; what was computed from it beforehand (``lr=x.exp()``) is a constant there.
 
     Returns:
         A `Hypergradient` with `value`, `grad`, `params` and `trace`.
@@ -163,19 +166,29 @@ def hypergradient(
     slots = Slots()
     template = slots.template(hyper, "hyper", module_slot(slots))
     settings |= {"lr": lr, "upper_lr": upper_lr, "alpha": alpha, "prox": prox}
-    given = [t.detach().requires_grad_(is_differentiable(t)) for t in slots.tensors]
-    copies = {id(t): copy for t, copy in zip(slots.tensors, given, strict=True)}
-    with torch.enable_grad():
-        ys = [copies[id(p)].clone() if id(p) in copies else p.detach().clone() for p in _lower_variables(params)]
+    transformed = inside_transform()
+
+    def evaluate(given: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, Sequence[Tensor], list[Tensor]]]:
+        copies = {id(t): copy for t, copy in zip(slots.tensors, given, strict=True)}
+        constants = (p if transformed else p.detach() for p in _lower_variables(params))
+        ys = [copies.get(id(p), y).clone() for p, y in zip(tensors(params), constants, strict=True)]
         start = _start(params, ys, template, slots, rule, settings)
         end = solve(lower, upper, start._replace(values=given), loop)
         objective = start.objective if end.mapper is None else TasksObjective(start.objective, end.mapper)
         with surroundings():
             value, _ = objective(upper, end.state.params, (), given, upper_batch)
         _check_value(value, tasks)
-        grads = _total_derivatives(value.sum(), given, slots.tensors)
-    last = replace_tensors(params, [p.detach() for p in end.state.params])
-    return Hypergradient(value.detach(), _mirror(hyper, slots, grads), last, end.trace)
+        return value.sum(), (value, end.state.params, [losses for losses in end.trace if losses is not None])
+
+    if transformed:
+        grads, (value, last, losses) = torch.func.grad(evaluate, has_aux=True)(tuple(slots.tensors))
+    else:
+        given = [t.detach().requires_grad_(is_differentiable(t)) for t in slots.tensors]
+        with torch.enable_grad():
+            total, (value, last, losses) = evaluate(given)
+            grads = _total_derivatives(total, given, slots.tensors)
+        value, last = detach((value, last))
+    return Hypergradient(value, _mirror(hyper, slots, grads), replace_tensors(params, last), Trace(*losses))
 
 
 def lower_point(

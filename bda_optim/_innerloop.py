@@ -25,7 +25,7 @@ from ._step.update import Group, Update, refuse_extrapolation
 from ._support.autograd_graph import refuse_once_differentiable
 from ._support.checks import check_ambient, check_count
 from ._support.slots import Template
-from ._support.torch_private import sequence_number
+from ._support.torch_private import opaque, sequence_number
 from ._support.tree import detach
 from ._support.types import InnerState, Record
 from .prox import NO_HYPER
@@ -80,6 +80,30 @@ def innerloop_ctx(
     >>> model.weight.grad is not None
     True
     """
+    fmodel, diffopt = _open(
+        model, opt, device, copy_initial_weights, override, track_higher_grads, steps, last, first_order,
+        on_divergence, master,
+    )  # fmt: skip
+    yield fmodel, diffopt
+    if on_divergence == "raise":
+        diffopt.check()
+
+
+@opaque
+def _open(
+    model: nn.Module,
+    opt: Optimizer,
+    device: torch.device | str | None,
+    copy_initial_weights: bool,
+    override: Override | None,
+    track_higher_grads: bool,
+    steps: int | None,
+    last: int | None,
+    first_order: bool,
+    on_divergence: str,
+    master: torch.dtype | None,
+) -> tuple[FunctionalModule, DiffOptimizer]:
+    """Open an inner loop; the arguments are those of `innerloop_ctx`."""
     check_ambient()
     if check_choice(on_divergence) == "stop":
         raise ValueError(
@@ -99,9 +123,7 @@ def innerloop_ctx(
     diffopt = DiffOptimizer(
         fmodel, inner, override=override, track=track_higher_grads, cut=cut, steps=steps, first_order=first_order
     )
-    yield fmodel, diffopt
-    if on_divergence == "raise":
-        diffopt.check()
+    return fmodel, diffopt
 
 
 class DiffOptimizer:
@@ -131,6 +153,7 @@ class DiffOptimizer:
         self._apply(override)
         refuse_extrapolation(self._update, fmodel._state, self._update.settings((), 1), "innerloop_ctx")
 
+    @opaque
     def step(
         self,
         lower: Tensor,
@@ -193,6 +216,7 @@ class DiffOptimizer:
         groups = ", ".join(str({n: v for n, v in settings.items() if v is not None}) for _, settings in self._groups)
         return f"{type(self).__name__}(rule={self._rule.name}, k={self.k}, groups=[{groups}])"
 
+    @opaque
     def check(self) -> None:
         """Raise `FloatingPointError` if a loss so far, or the parameters, are not finite."""
         if self._records:

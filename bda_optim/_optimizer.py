@@ -21,7 +21,7 @@ from ._step.rules.resolve import resolve
 from ._step.schedules import from_plain, to_plain
 from ._step.settings import check_group, complete
 from ._step.update import Group, Update, refuse_extrapolation
-from ._support.checks import check_ambient, positional
+from ._support.checks import check_ambient, door
 from ._support.slots import Slots, Template
 from ._support.tensors import is_differentiable
 from ._support.tree import detach, map_tensors, tensors
@@ -93,7 +93,7 @@ class BDAInnerOptimizer(Optimizer):
             raise
         self.param_groups[-1].setdefault("k", 0)
 
-    @positional("self model lower upper", then="hyper")
+    @door("self model lower upper", then="hyper")
     def unroll(
         self,
         model: nn.Module,

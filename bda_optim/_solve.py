@@ -25,10 +25,10 @@ from ._step.step import BDAStep
 from ._step.tasks import TaskMapper, TasksObjective
 from ._step.update import Group, Update
 from ._support import autograd_graph
-from ._support.checks import check_ambient, check_count, check_devices
+from ._support.checks import check_ambient, check_count, check_devices, user_level
 from ._support.slots import Slots, Template
 from ._support.tensors import refuse_changed
-from ._support.torch_private import version_of
+from ._support.torch_private import inside_transform, version_of
 from ._support.types import InnerState, Record, Rule
 
 Groups: TypeAlias = Sequence[tuple[tuple[int, ...], Mapping[str, Any]]]
@@ -106,8 +106,11 @@ def solve(lower: Loss, upper: Loss | None, start: Start, loop: Loop) -> Solution
     check_loss("lower", lower)
     if upper is not None:
         check_loss("upper", upper)
-    for chosen in (settings for _, settings in start.groups):
-        _check_alpha(upper, chosen, loop.steps)
+    if inside_transform():
+        loop = _transformable(loop)
+    else:
+        for _, settings in start.groups:
+            _check_alpha(upper, settings, loop.steps)
     mapper = TaskMapper(loop.tasks) if loop.tasks else None
     parts = []
     for part in loop.chunks():
@@ -116,9 +119,24 @@ def solve(lower: Loss, upper: Loss | None, start: Start, loop: Loop) -> Solution
     return Solution(*join(parts), mapper)
 
 
+def _transformable(loop: Loop) -> Loop:
+    """Return the loop as it runs inside a transform of torch.func: nothing may read a value there.
+
+    Raises:
+        ValueError: If it cannot run there.
+    """
+    if loop.compile or not isinstance(loop.adjoint, Unroll | None):
+        got = "compile=True" if loop.compile else f"adjoint={loop.adjoint!r}"
+        raise ValueError(
+            f"inside a transform of torch.func (grad, vmap, jvp, ...) a rollout runs uncompiled under `Unroll()`; got "
+            f"{got}. Use `Unroll()` here, or `tasks=` instead of the transform."
+        )
+    return dataclasses.replace(loop, on_divergence="ignore")
+
+
 def warn_without_graph(params: Sequence[Tensor], start: Start) -> None:
     """Warn where y_K leads to no leaf although grad mode is on: `backward` would fail later, or do nothing."""
-    if not torch.is_grad_enabled() or params[0].is_meta:
+    if not torch.is_grad_enabled() or params[0].is_meta or inside_transform():
         return
     passed = any(t.requires_grad for t in (*start.state.params, *start.slots.tensors))
     if not any(p.requires_grad for p in params) or not (passed or autograd_graph.leaves(params)):
@@ -127,7 +145,7 @@ def warn_without_graph(params: Sequence[Tensor], start: Start) -> None:
             "`requires_grad_()` on the upper variables and pass them in `hyper=`, or `copy_initial_weights=False` for "
             "a learned initialisation (`FirstOrder` leaves only that, the rates and alpha). For adaptation without "
             "gradients run it under `torch.no_grad()`.",
-            stacklevel=4,  # past the door and its decorator
+            stacklevel=user_level(),
         )
 
 
@@ -144,7 +162,7 @@ def _run(
     check_devices(state.params, [*zip(slots.names, values, strict=True), *items.constants])
     objective = start.objective if mapper is None else TasksObjective(start.objective, mapper)
     step = BDAStep(objective, lower, upper, update, start.hyper, names=slots.names, param_names=start.names)
-    versions = [version_of(t) for t in values]
+    versions = [] if step.transformed else [version_of(t) for t in values]
     adjoint = loop.adjoint or Unroll()
 
     def run(items: Items) -> tuple[InnerState, list[Record]]:
@@ -154,7 +172,8 @@ def _run(
 
     with surroundings(), explained(lower, upper):
         last, records = watched(run, loop.on_divergence, step, state, values, items, start.names)
-    refuse_changed(slots.names, values, versions)
+    if versions:
+        refuse_changed(slots.names, values, versions)
     return last, trace_of(records, loop.tasks)
 
 

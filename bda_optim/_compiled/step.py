@@ -28,6 +28,7 @@ from .._adjoints.tangents import Tangents, push_forward
 from .._context.environment import Ambient
 from .._step.aggregation import at_step, is_zero
 from .._step.step import BDAStep
+from .._support.checks import user_level
 from .._support.tensors import is_differentiable, layout
 from .._support.torch_private import forward_gradients
 from .._support.tree import detach, replace_tensors, tensors
@@ -393,7 +394,7 @@ class CompiledStep(Step):
                 warnings.warn(
                     'compile="mixed" evaluates a loss twice, and this one draws random numbers; it runs in '
                     '"reverse" mode instead.',
-                    stacklevel=2,
+                    stacklevel=user_level(),
                 )
             self._engine.mode = "reverse" if draws else self._mode if self._mode != "auto" else _faster(pulls, flat)
         return self._engine.mode == "mixed"
@@ -401,7 +402,7 @@ class CompiledStep(Step):
     def _without(self, reason: str) -> list[Any] | None:
         """Run this problem uncompiled from now on, and say so."""
         self._engine.broken = reason
-        warnings.warn(f"compile=True: {reason}; this problem runs uncompiled from now on.", stacklevel=2)
+        warnings.warn(f"compile=True: {reason}; this problem runs uncompiled from now on.", stacklevel=user_level())
         return None
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from .._context.environment import Ambient
 from .._step.gradients import both_gradients
 from .._step.step import BDAStep
+from .._support.checks import user_level
 from .._support.tree import detach
 from .._support.types import InnerState, Item, Record
 from .losses import all_finite, diverged, first_bad_loss
@@ -67,7 +68,7 @@ def watched(
         k, told = locate(step, state, hyper, items, names, records, ambient, rng)
         if choice == "raise" or k == 1:
             raise FloatingPointError(told)
-        warnings.warn(f"{told} It was stopped after {k - 1} steps.", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"{told} It was stopped after {k - 1} steps.", RuntimeWarning, stacklevel=user_level())
         items = items[: k - 1]
         ambient.set_rng(rng)
 

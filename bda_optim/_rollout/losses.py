@@ -20,7 +20,7 @@ class Trace(NamedTuple):
     """
 
     lower: Tensor
-    upper: Tensor | None
+    upper: Tensor | None = None
 
     def __repr__(self) -> str:
         """Show the number of steps, and the first and the last losses."""

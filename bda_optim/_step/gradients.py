@@ -57,7 +57,7 @@ def gradient(
         TypeError: If the loss is not a tensor.
         ValueError: If the loss is not a scalar, or the lower loss depends on no parameter at all.
     """
-    _check_scalar(loss, level, k, tasks)
+    check_scalar(loss, level, k, tasks)
     grads = no_gradient(points)
     if loss.requires_grad:
         total = loss if loss.numel() == 1 else loss.sum()
@@ -85,7 +85,8 @@ def no_gradient(points: Sequence[Tensor]) -> Grads:
     return [None] * len(points)
 
 
-def _check_scalar(loss: Any, level: str, k: Any, tasks: int | None) -> None:
+def check_scalar(loss: Any, level: str, k: Any, tasks: int | None) -> None:
+    """Raise where a loss is not a scalar tensor (of each task)."""
     if not isinstance(loss, Tensor):
         raise TypeError(
             f"the {level} loss must be a scalar tensor; got {type(loss).__name__} at step k={k}. "

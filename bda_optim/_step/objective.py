@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .._context.forward import refuse_reentrant
 from .._modules.skeleton import Skeleton
 from .._support import autograd_graph
+from .._support.checks import user_level
 from .._support.slots import Frozen, Slot, Template
 from .._support.torch_private import sequence_number
 from .._support.tree import map_tensors, replace_tensors
@@ -127,7 +128,7 @@ class ModuleObjective(Frozen):
                     f"a loss uses the parameter {owned[id(leaf)]!r} of the original module, which is a constant in the "
                     "inner loop and contributes nothing to its gradient. Use the `net` that the loss receives. For a "
                     "proximal term around the initial weights pass the module or its parameters in `hyper=`.",
-                    stacklevel=2,
+                    stacklevel=user_level(),
                 )
                 return
 

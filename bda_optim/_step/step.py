@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._support.slots import Template, fill
 from .._support.tensors import refuse_changed
-from .._support.torch_private import version_of
+from .._support.torch_private import inside_transform, version_of
 from .._support.types import InnerState, Item, Record, Settings
 from .aggregation import needs_upper
-from .gradients import both_gradients
+from .gradients import Grads, both_gradients, check_scalar, no_gradient
 from .objective import Loss, Objective
 from .update import Update
 
@@ -51,6 +52,7 @@ class BDAStep:
         self.names = tuple(names)
         self.param_names = tuple(param_names)
         self.constant_gradients = False
+        self.transformed = inside_transform()
 
     def first_order(self) -> BDAStep:
         """Return the same step with the gradients of both losses treated as constants (first-order MAML)."""
@@ -68,6 +70,10 @@ class BDAStep:
         """Take a step with given settings."""
         graph = torch.is_grad_enabled() and not self.constant_gradients
         points = self.update.points(state, settings)
+        if self.transformed:
+            f, big_f, buffers, grads = self._by_transforms(points, state.buffers, hyper, item, settings)
+            new = self.update(InnerState(state.params, state.rule, buffers), *grads, settings, self.hyper.fill(hyper))
+            return new, Record(f, big_f)
         with torch.enable_grad():  # the caller may be in a validation loop under no_grad
             points = [p if graph and p.requires_grad else p.detach().requires_grad_() for p in points]
             f, big_f, buffers = self.losses(points, state.buffers, hyper, item, settings)
@@ -75,6 +81,32 @@ class BDAStep:
         state = InnerState(state.params, state.rule, buffers)
         new = self.update(state, *grads, settings, self.hyper.fill(hyper))
         return new, Record(f.detach(), None if big_f is None else big_f.detach())
+
+    def _by_transforms(
+        self,
+        points: Sequence[Tensor],
+        buffers: tuple[Tensor, ...],
+        hyper: Sequence[Tensor],
+        item: Item,
+        settings: Sequence[Settings],
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...], tuple[Grads, Grads]]:
+        """Return both losses, the buffers and both gradients, taken by `torch.func.grad`, so that transforms nest.
+
+        A parameter that a loss does not use has the gradient 0 here, not None: its rule moves it all the same.
+        """
+        batch = fill(item.batch, hyper)
+
+        def total(points: Sequence[Tensor], loss: Any, level: str) -> tuple[Tensor, Any]:
+            value, kept = self.objective(loss, points, buffers, hyper, batch)
+            check_scalar(value, level, item.k, self.update.tasks)
+            return value.sum(), (value.detach(), kept)
+
+        differentiate = torch.func.grad(total, has_aux=True)
+        lower, (f, kept) = differentiate(tuple(points), self.lower, "lower")
+        if not needs_upper(settings, self.upper, item.k):
+            return f, None, kept, (lower, no_gradient(points))
+        upper, (big_f, _) = differentiate(tuple(points), self.upper, "upper")
+        return f, big_f, kept, (lower, upper)
 
     def losses(
         self,

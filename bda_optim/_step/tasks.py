@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .._context.environment import Ambient
+from .._support.checks import user_level
 from .._support.slots import Frozen
 from .._support.tree import tensors
 from .._support.vmap import one_by_one, over_tasks
@@ -48,7 +49,7 @@ class TaskMapper:
             warnings.warn(
                 f"torch.func.vmap cannot batch {self._what} over tasks ({reason}); the {self.tasks} tasks run one "
                 "after another instead, which gives the same result more slowly.",
-                stacklevel=2,
+                stacklevel=user_level(),
             )
             return one_by_one(function, self.tasks, *trees)
         self._batches = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor
 
 from .tensors import describe
+from .torch_private import opaque
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def positional(names: str, then: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a function say what it takes by position where it is given more: Python's own message only counts them.
+def door(names: str, then: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Mark a function that users call: torch.compile stays outside, and too many arguments by position are explained.
 
     Args:
         names: The arguments that may be given by position.
@@ -27,6 +29,7 @@ def positional(names: str, then: str) -> Callable[[Callable[P, R]], Callable[P, 
     count = len(names.split())
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @opaque
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             if len(args) > count:
@@ -40,6 +43,16 @@ def positional(names: str, then: str) -> Callable[[Callable[P, R]], Callable[P, 
         return checked
 
     return decorate
+
+
+def user_level() -> int:
+    """Return the `stacklevel` with which a caller's warning names the first line outside of this package and torch."""
+    frame = inspect.currentframe()
+    level = 0
+    while frame is not None and (frame.f_globals.get("__name__") or "").split(".")[0] in ("bda_optim", "torch"):
+        frame = frame.f_back
+        level += 1
+    return level
 
 
 def check_ambient() -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ from torch.utils import _pytree, checkpoint
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # The two parametrizations whose second derivative torch has wrong. Since 2.1 and 2.0; the public functions
 # `weight_norm` and `spectral_norm` make instances, and the classes have no other name.
@@ -219,10 +223,60 @@ def vmap_flat(
             _functorch._vmap_decrement_nesting()
 
 
+def inside_transform() -> bool:
+    """Whether the caller runs inside a transform of `torch.func`, such as `grad` or `vmap`.
+
+    `torch._C._functorch.maybe_current_level`: since 2.0; no public alternative.
+    """
+    return _functorch.maybe_current_level() is not None
+
+
 @functools.cache
 def _load_decompositions() -> None:
     """Make known to `vmap` how it batches some operations: a first call of the public one does so."""
     torch.func.vmap(torch.neg)(torch.zeros(1, device="cpu"))
+
+
+# Dynamo.
+
+
+def _skip(code: Any) -> None:
+    """Keep Dynamo from compiling the frames of a code object, but not those that it calls.
+
+    `torch._C._dynamo.eval_frame`: `skip_code` from 2.1 to 2.6, `set_code_exec_strategy` since 2.7.
+    """
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        frames.set_code_exec_strategy(code, strategy)
+    elif hasattr(frames, "skip_code"):
+        frames.skip_code(code)
+
+
+def opaque(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep the user's `torch.compile` out of a function: the graph breaks at the call, and inside nothing is compiled.
+
+    `torch.compiler.disable` does this, but importing Dynamo for it takes over a second. The attributes that it sets are
+    enough until somebody else has imported Dynamo: `_torchdynamo_disable` since 2.0, `_torchdynamo_disable_msg` since
+    2.7.
+    """
+    disabled: list[Callable[P, R]] = []
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        result: R = disabled[0](*args, **kwargs)
+        return result
+
+    _skip(call.__code__)  # type: ignore[attr-defined]
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "bda_optim runs an inner loop as it would without torch.compile; use its own `compile=True`"
+    )
+    return call
 
 
 # Modules.
