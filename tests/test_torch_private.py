@@ -416,6 +416,24 @@ def test_products_by_onednn() -> None:
     torch.testing.assert_close(private.onednn_linear(x, weight), x @ weight.T)
 
 
+def test_transforms_are_noticed() -> None:
+    inside = []
+    torch.func.vmap(lambda x: inside.append(private.inside_transform()) or x)(torch.ones(2))
+    assert inside == [True] and not private.inside_transform(), "rollouts do not compose with torch.func"
+
+
+def test_dynamo_stays_outside() -> None:
+    compiled = []
+
+    @private.opaque
+    def function(x: Tensor) -> Tensor:
+        compiled.append(torch.compiler.is_dynamo_compiling())
+        return x + 1
+
+    assert torch.compile(lambda x: function(x) * 2, backend="eager")(torch.ones(1)) == 4
+    assert compiled == [False], "torch.compile traces through the inner loop"
+
+
 def test_every_name_has_a_canary() -> None:
     source = Path(private.__file__).read_text(encoding="utf-8")
     canaries = Path(__file__).read_text(encoding="utf-8")
