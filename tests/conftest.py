@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-torch.set_num_threads(1)  # pytest runs two processes; the package's doctests share them, and so this
+torch.set_num_threads(1)  # pytest runs two processes, which also run the package's doctests
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def _same_start() -> Iterator[None]:
 
 @pytest.fixture
 def doubles(_same_start: None) -> None:
-    """Compute in float64; `_same_start` takes it back."""
+    """Compute in float64; `_same_start` restores the default dtype."""
     torch.set_default_dtype(torch.float64)
 
 

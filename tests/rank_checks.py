@@ -203,7 +203,7 @@ def twenty_iterations_end_alike(folder: Path) -> None:
         outer.zero_grad()
         adapt(reference, tasks(world + 1, seed=i))
         outer.step()
-    model = Net(seed=dist.get_rank())  # the ranks start apart: the first one's weights count
+    model = Net(seed=dist.get_rank())  # the ranks start from different weights: those of rank 0 are used
     train(model, distributed.Averager(model), torch.optim.Adam(model.parameters(), lr=0.01), 20, world + 1)
     same_on_all(list(model.parameters()))
     assert relative_error(list(model.parameters()), list(reference.parameters())) < EXACT

@@ -47,7 +47,7 @@ def over_ranks(world: int, folder: Path, module: str, *names: str) -> None:
 
 
 def _let_end(children: list[Any]) -> None:
-    """Give the others time to fail by themselves: their messages tell more than that they were killed."""
+    """Give the others time to fail by themselves: their own messages say more than that they were killed."""
     end = time.monotonic() + 5
     while time.monotonic() < end and any(child.poll() is None for child in children):
         time.sleep(0.1)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(script: str, *options: object) -> None:
-    """Run a script to its end, in this process: to import torch and scikit-learn takes longer than a smoke run."""
+    """Run a script in this process: importing torch and scikit-learn takes longer than a smoke run."""
     before, sys.argv = sys.argv, [script, *map(str, options)]
     try:
         runpy.run_path(str(ROOT / "examples" / f"{script}.py"), run_name="__main__")
@@ -61,7 +61,7 @@ def kill_at(script: str, out: Path, checkpoint: str, *options: object) -> None:
 
 
 def without_times(content: Any) -> Any:
-    """Drop all that may differ between two runs with the same settings."""
+    """Drop what may differ between two runs with the same settings."""
     if isinstance(content, dict):
         return {key: without_times(value) for key, value in content.items() if key not in ("seconds", "date")}
     return [without_times(value) for value in content] if isinstance(content, list) else content

@@ -60,7 +60,7 @@ def test_a_checkpoint_that_would_recompute_with_other_parameters_is_refused(call
 
 
 def test_a_reentrant_checkpoint_inside_the_module_raises() -> None:
-    """`torch.autograd.grad` would pass by the parameters inside it, without a word."""
+    """`torch.autograd.grad` silently skips the parameters inside it."""
     module, x = Recomputing(reentrant=True), numbers(4, 3).requires_grad_()
     inner = bda.BDAInnerOptimizer(module.parameters(), lr=0.1)
 

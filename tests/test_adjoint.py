@@ -135,7 +135,7 @@ def test_only_some_inputs_require_grad(adjoint: Any) -> None:
 
 @exact
 def test_the_derivative_is_partial_where_inputs_depend_on_each_other(adjoint: Any) -> None:
-    """c = 2 a is a function of a: both roads count, each once."""
+    """c = 2 a is a function of a: both paths count, each once."""
     a = leaf(0.9)
     y, _ = adjoint(affine, double(1.0), (a, 2 * a), numbers(3))
     # y_3 = a^3 + 2 a (1 + a + a^2)
@@ -234,7 +234,7 @@ def test_states_are_dropped_as_their_segments_are_replayed() -> None:
 
 @functools.cache
 def fewest(steps: int, slots: int) -> int:
-    """Re-evaluations by dynamic programming: store after m steps, reverse the rest with a slot less, then those m."""
+    """Re-evaluations by dynamic programming: store after m steps, reverse the rest with one slot less, then those m."""
     if slots == 1:
         return steps * (steps - 1) // 2
     return min((m + fewest(steps - m, slots - 1) + fewest(m, slots) for m in range(1, steps)), default=0)
@@ -274,7 +274,7 @@ def shortest_reversal(steps: int, slots: int) -> int:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_no_reversal_whatever_is_cheaper(slots: int) -> None:
+def test_no_other_reversal_is_cheaper(slots: int) -> None:
     for steps in range(1, 8):
         assert shortest_reversal(steps, slots) == steps + reevaluations(steps, slots)
 
@@ -466,7 +466,7 @@ def test_buffers_are_updated_once_a_step(adjoint: Any) -> None:
     assert net[1].num_batches_tracked.item() == 0 and torch.equal(net[1].running_mean, torch.zeros(4).double())
 
 
-# Things that a replay cannot restore are found out.
+# What a replay cannot restore is detected.
 
 
 def python_random() -> Callable[[], float]:
@@ -484,14 +484,14 @@ def counter() -> Callable[[], float]:
 
 @replaying
 @pytest.mark.parametrize("source", [python_random, own_generator, counter])
-def test_a_replay_that_goes_another_way_raises(adjoint: Any, source: Any) -> None:
+def test_a_replay_that_differs_from_the_first_pass_raises(adjoint: Any, source: Any) -> None:
     draw, x = source(), leaf(0.5)
     y = bda.rollout(lambda y, x, b: 0.5 * (y - x * draw()) ** 2, None, double(0.0), x, steps=6, lr=0.5, adjoint=adjoint)
     with pytest.raises(RuntimeError, match=r"a replayed step gave another result than the first time.*`batches=`"):
         torch.autograd.grad(y, x)
 
 
-def test_unrolling_needs_no_replay_and_takes_them() -> None:
+def test_unrolling_accepts_losses_that_cannot_be_replayed() -> None:
     draw, x = python_random(), leaf(0.5)
     y = bda.rollout(lambda y, x, b: 0.5 * (y - x * draw()) ** 2, None, double(0.0), x, steps=6, lr=0.5)
     assert torch.autograd.grad(y, x)[0].item() == pytest.approx(y.item() / 0.5)
@@ -540,7 +540,7 @@ def test_second_derivatives(adjoint: Any) -> None:
 
 @replaying
 def test_second_derivatives_where_inputs_depend_on_each_other(adjoint: Any) -> None:
-    """c = a^2 and y_0 = sin a are functions of a: every road counts once, on the tape too."""
+    """c = a^2 and y_0 = sin a are functions of a: every path counts once, on the tape too."""
 
     def slope(adjoint: Any, a: Tensor) -> Tensor:
         y, _ = adjoint(curved, torch.sin(a), (a, a**2), numbers(5))
@@ -625,7 +625,7 @@ def test_truncation_takes_a_whole_number(value: Any) -> None:
 
 @pytest.mark.parametrize("name", ["every", "slots"])
 @pytest.mark.parametrize("value", [0, -3, 2.0, True, "2"])
-def test_checkpoints_take_a_whole_number(name: str, value: Any) -> None:
+def test_checkpointed_takes_a_whole_number(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"`{name}` must be a whole number of at least 1; got"):
         bda.Checkpointed(**{name: value})
 
@@ -643,7 +643,7 @@ def test_inference_mode_is_refused(adjoint: Any) -> None:
 
 @pytest.mark.parametrize("adjoint", [*REPLAYING, bda.ForwardMode()], ids=str)
 @pytest.mark.parametrize("at", [1, 3])
-def test_a_captured_tensor_is_found_in_whatever_step(adjoint: Any, at: int) -> None:
+def test_a_captured_tensor_is_found_in_any_step(adjoint: Any, at: int) -> None:
     captured, x = torch.ones(3, 2, dtype=torch.float64, requires_grad=True), leaf(0.5)
 
     def step(y: Tensor, hyper: Any, k: int) -> Any:
@@ -687,7 +687,7 @@ def test_a_leaf_made_inside_a_loss_is_not_captured(adjoint: Any) -> None:
 
 @pytest.fixture
 def garbage() -> Iterator[Callable[[], list[Any]]]:
-    """What only the garbage collector would free, of what was made since the last look; it does not run by itself."""
+    """The objects made since the last call that only the garbage collector would free; it does not run by itself."""
     with no_collector() as look:
         yield look
 

@@ -82,7 +82,7 @@ def test_a_lazy_batch_is_read_once_by_each_step(adjoint: Any) -> None:
 
 @exact
 def test_gradients_flow_into_batches(adjoint: Any) -> None:
-    """One tensor at k = 1 and 3, one at k = 2, inside whatever tree; the same object counts once."""
+    """One tensor at k = 1 and 3, another at k = 2, inside any tree; the same object counts once."""
     often, once, idle = leaf(0.1), leaf(-0.2), double(3.0)
 
     def value() -> Tensor:

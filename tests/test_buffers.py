@@ -37,7 +37,7 @@ def test_a_rollout_keeps_the_lower_losses_updates_of_buffers_only(adjoint: Any) 
         )
         assert fmodel.buffer_dict["norm.num_batches_tracked"].item() == 5
         torch.testing.assert_close(fmodel.buffer_dict["norm.running_mean"], running_mean(*[TRAIN] * 5), **TIGHT)
-        noted_upper(fmodel, x, None).backward()  # a replay writes nowhere
+        noted_upper(fmodel, x, None).backward()  # a replay changes no buffer
         assert fmodel.buffer_dict["norm.num_batches_tracked"].item() == 6  # what the user ran on it
         assert x.grad.abs() > 0
         x.grad = None
@@ -68,7 +68,7 @@ def test_flags_are_those_at_entry() -> None:
     inner = bda.BDAInnerOptimizer(module.parameters(), lr=0.1)
 
     def lower(net: Any, hyper: Any, batch: Any) -> Tensor:
-        module.train()  # the rollout does not look at the user's module any more
+        module.train()  # the rollout no longer reads the user's module
         return noted_lower(net, hyper, batch)
 
     fmodel = inner.unroll(module, lower, steps=2)

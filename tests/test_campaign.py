@@ -74,7 +74,7 @@ def test_the_matrices_are_large_enough() -> None:
     [("spectral_norm", "not refused"), ("Linear", ""), ("MultiheadAttention without weights", "refused with")],
 )
 def test_the_matrix_notices_a_fault(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the package's own care torch is wrong in silence, or raises; a plain layer is right all the same."""
+    """Without the package's precautions torch is silently wrong, or raises; a plain layer is right either way."""
     torch.set_default_dtype(torch.float64)
     assert matrix.judge(layers.CASES[name]).failure == ""
     monkeypatch.setattr(skeleton, "recompose", lambda twin: None)

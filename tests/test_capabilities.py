@@ -220,7 +220,7 @@ def cases() -> Iterator[Case]:
         aggregation = "aggregated" if kind.needs == "aggregation" else aggregations[(i + j) % 2]
         prox = proxes[(i + j // 2) % len(proxes)]
         if kind.needs == "prox":
-            prox = "smooth"  # it brings its own
+            prox = "smooth"  # the kind has a prox of its own
         elif name == "lr per element" and prox in ("group_lasso", "l2_ball"):
             prox = "l1"  # the others have no meaning with a rate per element
         chosen = (ADJOINTS[(i + j) % len(ADJOINTS)], ADJOINTS[(i + 2 * j + 3) % len(ADJOINTS)])

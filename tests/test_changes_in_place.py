@@ -17,7 +17,7 @@ replayed = pytest.mark.parametrize("adjoint", REPLAYED, ids=str)
 
 
 def product(y: Tensor, x: Any, batch: Tensor) -> Tensor:
-    """A loss whose derivative needs the values of all that it is given."""
+    """A loss whose derivative needs the values of all its arguments."""
     return (y * x["w"][0] * batch).square().sum() + (y - 1).square().sum()
 
 
@@ -57,7 +57,7 @@ def test_a_change_in_place_is_named(adjoint: Any, which: str) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("which", [name for name in CHANGES if name != "alpha"])  # whose value no derivative needs
+@pytest.mark.parametrize("which", [name for name in CHANGES if name != "alpha"])  # no derivative needs alpha
 def test_a_change_in_place_of_an_unrolled_loop_is_found_by_torch(which: str) -> None:
     parts = changing()
     loss = rolled(*parts, bda.Unroll())
@@ -88,8 +88,8 @@ def test_forward_mode_has_its_derivatives_already() -> None:
 
 
 @replayed
-def test_a_change_that_is_undone_before_the_rollout_is_none(adjoint: Any) -> None:
-    """Only what happens between the two passes counts: an upper step after `backward` is what everybody does."""
+def test_a_change_before_the_rollout_is_allowed(adjoint: Any) -> None:
+    """Only a change between the two passes is an error: an upper step after `backward` is the ordinary case."""
     parts = changing()
     for _ in range(2):
         rolled(*parts, adjoint).backward()

@@ -159,7 +159,7 @@ def test_hooks_run_once_and_new_ones_stay_with_the_patched_module() -> None:
 
 @pytest.mark.parametrize("make", [Net, linear, lambda: nn.LSTM(4, 3)], ids=["net", "sequential", "lstm"])
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda f: pickle.loads(pickle.dumps(f))], ids=["deepcopy", "pickle"])
-def test_copies_go_their_own_way(make: Callable[[], nn.Module], how: Callable[[Any], Any]) -> None:
+def test_copies_are_independent(make: Callable[[], nn.Module], how: Callable[[Any], Any]) -> None:
     net, (x, _) = make(), data()
     fnet = higher.monkeypatch(net, copy_initial_weights=False)
     fnet.update_params([p * 2 + 1 for p in fnet.parameters()])

@@ -269,7 +269,7 @@ def test_all_trainable_settings_together(cls: Any) -> None:
     assert opt.param_groups[0]["lr"] == pytest.approx(cls(net.parameters(), **settings).param_groups[0]["lr"])
 
 
-def test_an_optimizer_of_the_users() -> None:
+def test_an_optimizer_of_the_users_own_class() -> None:
     class SignSGD(O.SGD):
         pass
 

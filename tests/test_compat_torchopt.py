@@ -215,7 +215,7 @@ def test_groups_copies_and_equality() -> None:
     assert resolve(rule) == Transformation(rule) != Transformation(torchopt.sgd(0.1))
 
 
-def test_an_optax_like_object_will_do() -> None:
+def test_an_optax_like_object_is_accepted() -> None:
     class Signs:
         def init(self, params: Any) -> tuple[()]:
             return ()

@@ -1,4 +1,4 @@
-"""Numerical guard rails: loops that are not finite, adjoints that explode, replays that are not the first pass."""
+"""Numerical guard rails: loops that are not finite, adjoints that explode, replays that differ from the first pass."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_parameters_of_a_module_are_named_and_tasks_counted() -> None:
 
 
 def same(got: bda.Hypergradient, want: bda.Hypergradient) -> None:
-    """To the bit."""
+    """Both agree to the bit."""
     assert torch.equal(got.grad, want.grad) and torch.equal(got.value, want.value)
     assert all(torch.equal(got.params[name], want.params[name]) for name in want.params)
     assert torch.equal(got.trace.lower, want.trace.lower)
@@ -180,7 +180,7 @@ def test_ignore_returns_what_there_is(adjoint: Any) -> None:
     assert out.trace.lower.isfinite().tolist() == [True, True, *[False] * 5] and out.value.isnan()
 
 
-def test_a_finite_loop_is_the_same_whatever_was_chosen() -> None:
+def test_a_finite_loop_is_the_same_for_every_choice() -> None:
     outs = [Problem("", 0).run(on_divergence=choice) for choice in ("raise", "stop", "ignore")]
     same(outs[0], outs[1])
     same(outs[0], outs[2])
@@ -228,7 +228,7 @@ def test_wrong_choices_are_refused() -> None:
         pass
 
 
-def test_a_loop_of_ones_own_names_what_is_not_finite_or_ignores_it() -> None:
+def test_innerloop_names_what_is_not_finite_or_ignores_it() -> None:
     model = nn.Linear(2, 1)
     inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.1)
 
@@ -380,7 +380,7 @@ def test_compiled_steps_cannot_be_guarded() -> None:
         exploding(bda.Guarded(limit=1.0), compile=True)
 
 
-# Replays that are not the first pass.
+# Replays that differ from the first pass.
 
 REPLAYED = [bda.Checkpointed(check=True), bda.Checkpointed(every=1, check=True), bda.Checkpointed(slots=2, check=True)]
 
@@ -426,7 +426,7 @@ def test_replays_are_the_first_pass_to_the_bit(adjoint: Any, precision: torch.dt
 
 
 def drifting(amount: float, at: int, times: int = 1) -> Any:
-    """A loss that is another one when its step `at` is run again, by so little."""
+    """A loss that differs slightly when its step `at` is run again."""
     seen = [0] * 10
 
     def lower(y: Tensor, x: Tensor, k: int) -> Tensor:
@@ -506,7 +506,7 @@ def test_a_context_of_the_users_own_that_is_left_before_the_backward_pass_is_not
 
 
 class Wavering(Step):
-    """Stands for a compiled program whose calls number 4 and later give something else."""
+    """Stands in for a compiled program whose results change from the fourth call on."""
 
     taped = False
 

@@ -112,7 +112,7 @@ def close(got: list[Tensor], want: list[Tensor], tolerance: float = 1e-12) -> No
 
 
 @pytest.mark.parametrize("adjoint", EXACT, ids=str)
-def test_every_adjoint_gives_the_same(adjoint: Any, traced: list[int]) -> None:
+def test_compiled_steps_give_the_same_under_every_adjoint(adjoint: Any, traced: list[int]) -> None:
     want = counterexample()
     got = counterexample(adjoint=adjoint, compile=True)
     close([got.grad, got.value, got.params, got.trace.lower], [want.grad, want.value, want.params, want.trace.lower])
@@ -121,7 +121,7 @@ def test_every_adjoint_gives_the_same(adjoint: Any, traced: list[int]) -> None:
 
 
 @pytest.mark.parametrize("adjoint", [bda.FirstOrder(), bda.Truncated(last=4)], ids=str)
-def test_biased_adjoints_are_as_biased(adjoint: Any, traced: list[int]) -> None:
+def test_compiled_steps_leave_biased_adjoints_equally_biased(adjoint: Any, traced: list[int]) -> None:
     close([counterexample(adjoint=adjoint, compile=True).grad], [counterexample(adjoint=adjoint).grad])
 
 
@@ -137,7 +137,7 @@ MODULES: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     "tasks-adafactor": (small_mlp, (4,), {"rule": torch.optim.Adafactor, "tasks": 3}),
     "tasks-conv": (conv, (1, 6, 6), {"tasks": 2}),
 }
-LONG = ("fista", "tasks-adafactor", "tasks-conv")  # to trace for the mixed mode
+LONG = ("fista", "tasks-adafactor", "tasks-conv")  # tracing these for the mixed mode takes 5 to 8 s
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ LONG = ("fista", "tasks-adafactor", "tasks-conv")  # to trace for the mixed mode
     [(name, "reverse") for name in MODULES]
     + [pytest.param(name, "mixed", marks=[pytest.mark.slow] * (name in LONG)) for name in MODULES],
 )
-def test_modules(name: str, mode: str, traced: list[int]) -> None:
+def test_compiled_modules_equal_uncompiled_ones(name: str, mode: str, traced: list[int]) -> None:
     make, shape, options = MODULES[name]
     want = module_problem(make, shape, **options)
     close(module_problem(make, shape, compile=mode, **options), want)
@@ -200,7 +200,7 @@ def test_functions_made_anew_and_other_data_compile_nothing_new(traced: list[int
 
 
 def test_tasks_with_upper_variables_compile_nothing_new(traced: list[int]) -> None:
-    """Nested one deeper than a single task: what is too deep is compared by identity, and another one every time."""
+    """Nested one level deeper than a single task: what is too deep is compared by identity, so it would never match."""
 
     def run() -> bda.Hypergradient:
         return bda.hypergradient(
@@ -266,7 +266,7 @@ def test_wrong_numbers_are_noticed(traced: list[int], monkeypatch: pytest.Monkey
     close([got.grad], [counterexample().grad])
 
 
-def test_agreement_is_relative_to_each_tensor_and_forgives_noise() -> None:
+def test_agreement_is_relative_to_each_tensor_and_tolerates_noise() -> None:
     big, tiny = torch.ones(3, dtype=torch.float64), torch.full((3,), 1e-17, dtype=torch.float64)
     assert program.agree([big, -tiny], [big, tiny])
     assert not program.agree([big * (1 + 1e-6)], [big])
@@ -368,7 +368,7 @@ HEADED = Headed(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 def test_nothing_is_built_twice(once: Callable[[], Any], traced: list[int]) -> None:
     """An upper iteration makes its losses, batches and settings anew; the programs are those of the first two.
 
-    (The very first call of a step is recorded, not compiled: it is looked at what the step depends on.)
+    (The very first call of a step is recorded, not compiled, to find out what the step depends on.)
     """
     once()
     once()
@@ -378,7 +378,7 @@ def test_nothing_is_built_twice(once: Callable[[], Any], traced: list[int]) -> N
     assert len(traced) == built
 
 
-def test_engines_go_with_their_loss(traced: list[int]) -> None:
+def test_engines_are_freed_with_their_loss(traced: list[int]) -> None:
     def problem() -> weakref.ref[Any]:
         scope: dict[str, Any] = {}
         exec("def lower(y, x, b):\n    return ((y - x) ** 2).sum()", scope)
@@ -394,7 +394,7 @@ def test_engines_go_with_their_loss(traced: list[int]) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_really_compiled() -> None:
-    """The whole way once, with the compiler: a module, both levels, Adam."""
+    """The only test here that compiles: a module, both levels, Adam."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="compile=True")
         got = module_problem(lambda: nn.Linear(4, 3), (4,), rule=torch.optim.Adam, compile="reverse")
@@ -451,10 +451,10 @@ def test_compiled_steps_save_their_work(traced: list[int]) -> None:
 
 
 def test_narrow_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """X W^T is handed to oneDNN where a measurement says so, with and without a bias; the numbers stay."""
+    """X W^T is computed by oneDNN where that was measured to be faster, with and without a bias; the results stay."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("torch has no oneDNN here")
-    assert matmul._is_faster(100, 20, 3, 1) in (True, False)  # really measured, once
+    assert matmul._is_faster(100, 20, 3, 1) in (True, False)  # one real measurement
     torch.manual_seed(0)
     x, w, b = torch.randn(1000, 250), torch.randn(10, 250), torch.randn(10)
     for faster in (True, False):
@@ -468,7 +468,7 @@ def test_narrow_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def noisy(y: Tensor, x: Tensor, batch: Any) -> Tensor:
-    torch.randn(2)  # drawn for nothing, but drawn
+    torch.randn(2)  # drawn, though not used
     return ((y + 0.1 * torch.randn_like(y) - x) ** 2).sum()
 
 
@@ -488,7 +488,7 @@ def test_random_numbers_are_those_of_uncompiled_steps(adjoint: Any, traced: list
 
 
 @pytest.mark.parametrize("adjoint", [bda.Unroll(), bda.Checkpointed(every=2)], ids=str)
-def test_a_cotangent_that_is_missing_is_no_zero(adjoint: Any, traced: list[int]) -> None:
+def test_a_missing_cotangent_is_not_a_zero(adjoint: Any, traced: list[int]) -> None:
     """|a x|^1.5 has an infinite second derivative at a = 0, where nothing depends on a."""
 
     def lower(y: Any, x: Tensor, batch: Any) -> Tensor:
@@ -514,7 +514,7 @@ def test_a_captured_tensor_that_changes_is_refused(traced: list[int]) -> None:
         torch.autograd.grad(y.sum(), x)
 
 
-def test_saved_tensors_go_with_the_backward_pass(traced: list[int]) -> None:
+def test_saved_tensors_are_freed_by_the_backward_pass(traced: list[int]) -> None:
     x = torch.ones(3, dtype=torch.float64, requires_grad=True)
 
     def lower(y: Tensor, x: Tensor, batch: Any) -> Tensor:

@@ -58,7 +58,7 @@ def learner_of(example: ModuleType, settings: Any, method: Any) -> Any:
 
 @pytest.mark.parametrize("rotate", [False, True])
 def test_episodes(example: ModuleType, settings: Any, rotate: bool) -> None:
-    images = torch.arange(5 * 7 * 4, dtype=torch.uint8).view(5, 7, 1, 2, 2)  # every image is another one
+    images = torch.arange(5 * 7 * 4, dtype=torch.uint8).view(5, 7, 1, 2, 2)  # all images differ
     tasks = example.draw(images, 6, settings, 4, 3, rotate=rotate)
     assert tasks.support.shape == (6, 3 * 2, 1, 2, 2) and tasks.query.shape == (6, 3 * 4, 1, 2, 2)
     assert tasks.count == 6
@@ -77,7 +77,7 @@ def test_episodes(example: ModuleType, settings: Any, rotate: bool) -> None:
         assert len({(int(n), int(t)) for n, t in zip(numbers, turns, strict=True)}) == 18  # no image twice
 
 
-def test_the_methods_see_the_same_and_the_parts_do_not_mix(example: ModuleType, tmp_path: Path) -> None:
+def test_the_methods_see_the_same_tasks_and_the_parts_are_disjoint(example: ModuleType, tmp_path: Path) -> None:
     args = type("Args", (), {"device": torch.device("cpu"), "out": tmp_path, "resume": False})
     data = example.load("made", Path())
     runs = [example.Run(name, 1, data, example.SMOKE, args) for name in ("maml", "bda")]
@@ -114,7 +114,7 @@ def test_omniglot_is_divided_at_random(example: ModuleType, tmp_path: Path, monk
 
 
 def by_hand(net: Any, task: Any, method: Any, rates: list[Tensor]) -> Tensor:
-    """The upper loss of one task, with nothing of the library's; `rates` are Meta-SGD's."""
+    """The upper loss of one task, without the library; `rates` are those of Meta-SGD."""
     names = [name for name, _ in net.named_parameters() if method.whole or name.startswith("head")]
     params = dict(net.named_parameters())
     y = {name: params[name] if method.whole else torch.zeros_like(params[name]) for name in names}
@@ -155,7 +155,7 @@ def test_gradient_is_that_of_a_loop_by_hand(example: ModuleType, settings: Any, 
 
 
 def test_the_methods_differ(example: ModuleType, settings: Any) -> None:
-    """Otherwise the truncation or the aggregation would not be there."""
+    """If two agreed, the truncation or the aggregation would have no effect."""
     tasks, found = tasks_of(example, settings), {}
     for name in ("rhg", "t-rhg", "bda"):
         learner = learner_of(example, settings, example.METHODS[name])

@@ -55,7 +55,7 @@ class Record:
 
 
 class Recorded(nn.Module):
-    """Holds a sub-module and a parameter in everything that programs use to hold things."""
+    """Holds a sub-module and a parameter in every kind of container."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Recorded(nn.Module):
 
 
 class Referring(nn.Module):
-    """Refers to its sub-modules and methods by other ways than `_modules`."""
+    """Refers to its sub-modules and methods other than through `_modules`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ every_module = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES.key
 
 @pytest.fixture
 def no_gc() -> Iterator[None]:
-    """What is not freed by reference counting alone stays."""
+    """What reference counting alone does not free stays alive."""
     gc.disable()
     yield
     gc.enable()
@@ -398,7 +398,7 @@ def test_a_module_compiled_in_place_runs_with_the_laid_tensors() -> None:
     ],
     ids=["compile", "DataParallel", "both"],
 )
-def test_wrappers_are_taken_off_at_the_root_and_inside(wrap: Callable[[nn.Module], nn.Module]) -> None:
+def test_wrappers_are_removed_at_the_root_and_inside(wrap: Callable[[nn.Module], nn.Module]) -> None:
     plain = nn.Linear(3, 3)
     assert unwrap(wrap(plain)) is plain
     assert unwrap(plain) is plain

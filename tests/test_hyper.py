@@ -140,7 +140,7 @@ def test_nothing_is_written_to_grad() -> None:
 
 
 def test_hyper_captured_by_a_loss_is_still_hyper() -> None:
-    """Unrolling differentiates what a loss captures; that it is in `hyper` as well must not make it a constant."""
+    """Unrolling differentiates captured tensors; being in `hyper` as well must not make one a constant."""
     x = leaf(0.3)
     assert run(lambda y, h, b: lower(y, x), hyper=x).grad.item() == pytest.approx(run().grad.item(), abs=1e-14)
     assert run(lambda y, h, b: lower(y, h), lambda y, h, b: upper(y, x), hyper=x).grad.item() == pytest.approx(
@@ -149,7 +149,7 @@ def test_hyper_captured_by_a_loss_is_still_hyper() -> None:
 
 
 def test_batches_that_depend_on_hyper() -> None:
-    """Computed outside from x, as features are: what flows into them flows on into x, and twice if asked twice."""
+    """Computed from x outside the loop, like features: the gradient flows through them into x, twice if asked twice."""
     x = leaf(0.3)
 
     def out(batch: Tensor) -> bda.Hypergradient:
@@ -212,7 +212,7 @@ def test_the_start_is_constant_unless_it_is_hyper() -> None:
 
 
 def test_the_start_may_change_afterwards() -> None:
-    """y_0 is cloned, so that an upper step on it does no harm."""
+    """y_0 is cloned, so that an upper step may change it."""
     for adjoint in EXACT:
         y0 = leaf(2.0, 2.0)
         y = bda.rollout(lower, None, y0, double(0.3), steps=3, lr=0.2, adjoint=adjoint)

@@ -46,15 +46,15 @@ def small(example: ModuleType) -> Any:
 
 
 def test_split_has_the_paper_s_sizes(example: ModuleType) -> None:
-    """7000, 7000 and 56000, class-balanced, disjoint; half of the labels wrong, and certainly wrong."""
+    """7000, 7000 and 56000, class-balanced, disjoint; exactly half of the labels are wrong."""
     labels = torch.arange(70_000) % 10
-    numbers = torch.arange(70_000.0, dtype=torch.float64)[:, None]  # a pixel that tells which sample it is
+    numbers = torch.arange(70_000.0, dtype=torch.float64)[:, None]  # a pixel that identifies the sample
     data = example.split(example.Part(numbers, labels), 700, 3, torch.device("cpu"))
     assert [len(part.labels) for part in (data.train, data.val, data.test)] == [7000, 7000, 56000]
     assert data.val.labels.bincount().tolist() == [700] * 10
     pixels = torch.cat([part.images for part in (data.train, data.val, data.test)]).flatten()
     assert pixels.unique().numel() == 70_000
-    original = (pixels - pixels.min()).round().long() % 10  # the mean of the training images was taken away
+    original = (pixels - pixels.min()).round().long() % 10  # the mean of the training images was subtracted
     assert original[:7000].bincount().tolist() == [700] * 10
     assert data.train.images.mean().abs() < 1e-6
     assert data.wrong.sum() == 3500
@@ -191,7 +191,7 @@ def test_smoke(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixtur
         assert png.startswith(b"\x89PNG\r\n") and len(png) > 20_000
 
 
-def test_options(
+def test_no_option_is_ignored(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """No option is ignored: --smoke leaves what is given, and a data set that cannot be used is refused."""

@@ -100,7 +100,7 @@ def test_without_tracking_the_iterates_are_leaves() -> None:
 
 
 def test_what_is_not_needed_is_freed_without_the_garbage_collector() -> None:
-    """Without tracking, no iterate but the last is alive; with it, all go with fmodel."""
+    """Without tracking only the last iterate is alive; with it, all are freed with fmodel."""
     gc.disable()
     try:
         model = mlp()
@@ -166,7 +166,7 @@ def test_the_module_and_the_optimizer_stay_as_they_are() -> None:
     torch.testing.assert_close(now["state"], state["state"], rtol=0, atol=0)
 
 
-def test_no_grad_outside_is_said_clearly_and_inside_the_loss_too() -> None:
+def test_no_grad_outside_or_inside_the_loss_is_a_clear_error() -> None:
     model = mlp()
     inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.1)
     with bda.innerloop_ctx(model, inner) as (fmodel, diffopt), torch.no_grad():
@@ -273,7 +273,7 @@ def test_rates_of_every_element_may_be_learned_by_an_override() -> None:
     torch.testing.assert_close(sum(g.sum() for g in found), total, **TIGHT)
 
 
-def test_an_override_leaves_alone_what_a_rule_of_ones_own_remembers() -> None:
+def test_an_override_keeps_the_memory_of_a_custom_rule() -> None:
     class Counted:
         """Plain descent that counts its steps, for the whole group."""
 
@@ -329,7 +329,7 @@ def test_wrong_overrides_are_refused_and_forgotten(
 
 def test_gradients_may_be_clipped_by_a_callback() -> None:
     model = mlp()
-    model.extra = nn.Parameter(torch.ones(2))  # has no gradient
+    model.extra = nn.Parameter(torch.ones(2))  # no gradient reaches it
     inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.5, momentum=0.9)
     limit, seen = 0.05, []
 
@@ -545,7 +545,7 @@ def test_wrong_losses_are_refused(name: str) -> None:
             assert diffopt.k == 0
 
 
-def test_a_loss_that_is_not_finite_is_told_with_its_step_on_leaving() -> None:
+def test_a_loss_that_is_not_finite_is_reported_with_its_step_on_leaving() -> None:
     model = mlp()
     inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.1, alpha=0.2)
     with (

@@ -26,7 +26,7 @@ def test_lower_point_is_one_proximal_step() -> None:
 
 
 def test_lower_point_is_sparse_where_y_is_not() -> None:
-    """With alpha > 0 the iterate has a part of the upper direction in it."""
+    """With alpha > 0 the iterate contains a part of the upper direction."""
 
     def f(y: Tensor, x: Any, batch: Any) -> Tensor:
         return 0.5 * (y - double(2.0, 0.05)).square().sum()

@@ -21,7 +21,7 @@ def test_the_template_is_short() -> None:
     assert len((ROOT / "examples" / "maml_sine.py").read_text("utf-8").splitlines()) <= 80
 
 
-def test_waves() -> None:
+def test_waves_are_sines_in_the_stated_ranges() -> None:
     (x, y), (others, _) = maml_sine.waves(2000, torch.Generator().manual_seed(0), CPU)
     assert x.shape == y.shape == others.shape == (2000, 10, 1)
     assert -5 <= x.min() < -4.9 and 4.9 < x.max() <= 5 and not torch.equal(x, others)

@@ -35,7 +35,7 @@ def rates(module: nn.Module) -> list[Tensor]:
 
 
 class Peeking(nn.Module):
-    """Looks at a number, which vmap cannot."""
+    """Reads a number from a tensor, which vmap cannot do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def test_fmodel_of_many_tasks_maps_calls_and_methods() -> None:
     }
     assert fmodel.body.weight is fmodel.params["body.weight"]
     encoded = fmodel.encode(x, scale=0.5)
-    assert fmodel.body.weight is fmodel.params["body.weight"]  # nothing of the mapping is left behind
+    assert fmodel.body.weight is fmodel.params["body.weight"]  # the mapping leaves nothing behind
     assert dict(fmodel.named_parameters()).keys() == fmodel.params.keys()
     for i in range(B):
         weight, bias = fmodel.body.weight[i], fmodel.body.bias[i]

@@ -161,7 +161,7 @@ def test_four_threads_may_unroll_one_module_at_once() -> None:
 
 def test_a_distributed_module_is_unwrapped() -> None:
     plain = mlp()
-    wrapped = object.__new__(nn.parallel.DistributedDataParallel)  # its __init__ wants a process group
+    wrapped = object.__new__(nn.parallel.DistributedDataParallel)  # its __init__ needs a process group
     nn.Module.__init__(wrapped)
     wrapped.module = plain
     inner = bda.BDAInnerOptimizer(wrapped.parameters(), lr=0.3)

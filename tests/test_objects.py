@@ -87,7 +87,7 @@ def test_a_functional_module_is_copied_without_its_graph(way: Callable[[Any], An
 
 
 def test_of_a_functional_module_with_a_graph_only_the_values_can_be_saved() -> None:
-    """As of any tensor of torch that is no leaf: deepcopy raises, and a file holds values, not graphs."""
+    """As for any non-leaf tensor of torch: deepcopy raises, and a file holds values, not graphs."""
     model, x = mlp(), double(0.5).requires_grad_()
     fmodel = bda.BDAInnerOptimizer(model.parameters(), lr=0.1).unroll(model, lower, hyper=x, steps=2)
     with pytest.raises(RuntimeError, match="graph leaves"):
@@ -97,7 +97,7 @@ def test_of_a_functional_module_with_a_graph_only_the_values_can_be_saved() -> N
 
 
 def test_replicas_of_a_module_are_modules_of_their_own() -> None:
-    """As DataParallel makes them: `_replicate_for_data_parallel`, with tensors that are no parameters laid in."""
+    """As DataParallel makes them: `_replicate_for_data_parallel`, then tensors in the place of the parameters."""
     model = mlp()
     replica = model._replicate_for_data_parallel()
     layers = []
@@ -262,7 +262,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # the inputs need no gradient, says torch
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # torch reports that the inputs need no gradient
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 @pytest.mark.parametrize("adjoint", [bda.Unroll(), bda.Checkpointed()], ids=["unroll", "checkpointed"])
 def test_modules_of_the_users_own_classes(make: Callable[[], nn.Module], adjoint: Any) -> None:
@@ -342,5 +342,5 @@ def test_inference_tensors_and_inference_mode() -> None:
         with pytest.raises(RuntimeError, match="rules out"):
             bda.hypergradient(lambda y, x, b: y**2, lambda y, x, b: y, double(1.0), double(1.0), steps=1, lr=0.1)
     fmodel = inner.unroll(model, lower, hyper=double(0.0), steps=1)
-    with torch.inference_mode():  # the result may be used there
+    with torch.inference_mode():  # the result can be used inside
         assert fmodel(data).shape == (4, 1)

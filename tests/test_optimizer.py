@@ -64,7 +64,7 @@ def test_with_the_defaults_it_is_sgd_to_the_bit(settings: dict[str, Any], dtype:
             model.loss(k).backward()
             assert optimizer.step() is None
         for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
-            if a.is_complex() and settings:  # torch multiplies complex numbers, we pairs of real ones
+            if a.is_complex() and settings:  # torch multiplies complex numbers, this package pairs of real ones
                 torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
             else:
                 assert torch.equal(a, b), (name, k)
@@ -165,7 +165,7 @@ def test_both_losses_may_share_a_graph_and_the_upper_one_may_be_left_alone() -> 
     inner.step(shared)
     plain = bda.BDAInnerOptimizer(model.parameters(), lr=0.1)
     before = model[0].weight.detach().clone()
-    plain.step(lambda: (lower(model), None))  # alpha is 0: the upper loss is not looked at
+    plain.step(lambda: (lower(model), None))  # alpha is 0: the upper loss is ignored
     assert not torch.equal(before, model[0].weight)
 
 
@@ -212,7 +212,7 @@ def test_inference_mode_is_refused() -> None:
         inner.step(lambda: (lower(model), None))
 
 
-# What an Optimizer has besides.
+# Hooks, groups and names, as of any Optimizer.
 
 
 def test_hooks_zero_grad_and_added_groups() -> None:
@@ -271,9 +271,6 @@ def test_named_parameters_are_taken() -> None:
     descend(model, inner, 2)
     inner.load_state_dict(inner.state_dict())
     assert list(inner.unroll(model, lower, steps=1).params) == [name for name, _ in model.named_parameters()]
-
-
-# state_dict, pickle, deepcopy.
 
 
 # What is refused, with the reason.
@@ -340,7 +337,7 @@ def test_settings_that_are_allowed() -> None:
         inner.unroll(model, lower, upper, steps=2)
 
 
-def test_a_schedule_that_leaves_its_range_is_told_with_its_step() -> None:
+def test_a_schedule_that_leaves_its_range_is_reported_with_its_step() -> None:
     model = mlp()
     inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.1, alpha=lambda k: 0.5 * k)
     inner.step(lambda: (lower(model), upper(model)))
@@ -376,7 +373,7 @@ class Interrupted(BaseException):
 
 
 def failing(after: int, error: type[BaseException]) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """Both losses; the call number `after` of either raises, in the middle of a forward pass."""
+    """Both losses; call number `after` of either raises in the middle of a forward pass."""
     count = 0
 
     def counted(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -419,7 +416,7 @@ def test_an_exception_in_a_loss_leaves_everything_as_it_was(form: str, error: ty
             model.eval()  # the user's own call of a module in training updates its buffers
         with unchanged(model, inner), pytest.raises(error, match="stop"):
             if form == "step":
-                for _ in range(after):  # the first calls return, and are not steps
+                for _ in range(after):  # the first calls return without a step
                     inner.step(lambda a=first, b=second: (a(model), b(model))) if after < 3 else first(model)
             elif form == "innerloop":
                 with bda.innerloop_ctx(model, inner) as (fmodel, diffopt):

@@ -57,7 +57,7 @@ def test_the_origin_is_the_mirror_image(steps: int, alpha: Any, minimiser: float
 
 @table
 def test_phi_is_quadratic(steps: int, alpha: Any, minimiser: float, slope: float) -> None:
-    """What `argmin` supposes: the derivative vanishes at the minimiser it found."""
+    """The assumption of `argmin`: the derivative vanishes at the minimiser that it returns."""
     assert phi(argmin(steps, alpha), steps, alpha).grad.item() == pytest.approx(0.0, abs=1e-12)
 
 
@@ -79,7 +79,7 @@ def test_warm_start_of_bda_reaches_the_solution_at_other_lengths(steps: int, tol
     assert warm_start(steps, BDA, 60) == pytest.approx(1.0, abs=tolerance)
 
 
-def test_warm_start_of_rhg_does_not() -> None:
+def test_warm_start_of_rhg_does_not_reach_the_solution() -> None:
     assert warm_start(16, RHG, 50) == pytest.approx(1.507, abs=5e-4)
 
 
@@ -103,7 +103,7 @@ def test_k_runs_on_across_the_cut(cut: int) -> None:
     assert abs(truncated.grad.item() - phi(0.3, 8 - cut, BDA, middle).grad.item()) > 1e-3
 
 
-# The bounds on y_K, on random problems that satisfy the assumptions (but that F is Lipschitz on all of R^m, which no
+# The bounds on y_K, on random problems that satisfy the assumptions (except that F is Lipschitz on R^m, which no
 # strongly convex function is).
 
 
@@ -203,7 +203,7 @@ def constants(problem: Problem, number: int) -> Constants:
 
 
 def iterates(problem: Problem, c: Constants, y0: Tensor, steps: int) -> list[Tensor]:
-    """y_1, ..., y_K, as the lower loss is shown them."""
+    """y_1, ..., y_K, as the lower loss receives them."""
     seen = []
 
     def watched(y: Tensor, x: Any, batch: Any) -> Tensor:
@@ -284,7 +284,7 @@ def test_harmonic_weights_approach_the_solution() -> None:
     assert found[2] < 0.01
 
 
-def test_geometric_weights_do_not() -> None:
+def test_geometric_weights_do_not_approach_the_solution() -> None:
     with pytest.warns(UserWarning, match="finite sum"):
         alpha = bda.geometric(0.5, decay=0.5)
     found = distances(alpha, (32, 64, 128))

@@ -62,7 +62,7 @@ def test_autocast_is_the_same_under_recomputation(half: torch.dtype, adjoint: An
 
 
 @HALVES
-def test_autocast_in_a_loop_of_ones_own_and_over_tasks(half: torch.dtype) -> None:
+def test_autocast_in_innerloop_and_over_tasks(half: torch.dtype) -> None:
     net, batch, w = problem()
     net.eval()
     inner = bda.BDAInnerOptimizer(net.parameters(), lr=0.5)

@@ -1,4 +1,4 @@
-"""Proximal maps: against their definition, their derivatives (also where there is none), and their manners.
+"""Proximal maps: their definition, their derivatives (also at kinks), their arguments and errors.
 
 How each map is compared with its definition, the minimiser of step g(z) + |z - y|^2 / 2:
 
@@ -242,7 +242,7 @@ def test_nuclear_where_singular_values_coincide(name: str) -> None:
 
 
 def test_nuclear_against_autograd_through_the_decomposition() -> None:
-    """Another road to the derivative; it exists where singular values differ."""
+    """Another way to the derivative; it exists where the singular values differ."""
     y = point("nuclear").requires_grad_()
     weights = torch.randn_like(y)
     u, sigma, vh = torch.linalg.svd(y, full_matrices=False)
@@ -373,7 +373,7 @@ def test_vmap_is_a_loop(name: str) -> None:
 
 @ALL
 def test_meta_device(name: str) -> None:
-    """Nothing reads a value."""
+    """No value is read from a tensor."""
     y = torch.empty(CASES[name].shape, device="meta", requires_grad=True)
     strengths = tensors(*CASES[name].strengths, device="meta")
     for map_ in (build(name), build(name, *strengths)):
@@ -497,7 +497,7 @@ def test_functions_of_hyper(name: str) -> None:
     expected = torch.autograd.grad((weights * build(name, *direct)(y, STEP)).sum(), direct)
     torch.testing.assert_close(slope, torch.stack(expected))
     numbers = build(name, *(lambda hyper, v=v: v for v in values))  # a function may return a number
-    torch.testing.assert_close(numbers(y, STEP, None), out)  # and None is a hyper
+    torch.testing.assert_close(numbers(y, STEP, None), out)  # and None is a valid hyper
 
 
 def test_functions_need_a_hyper() -> None:

@@ -138,7 +138,7 @@ def test_settings_out_of_range(kind: Any, settings: dict[str, Any], words: str) 
 
 
 def test_what_torch_refuses_is_refused() -> None:
-    """Whatever number torch.optim's constructor rejects, `validate` rejects too, and the other way round."""
+    """`validate` rejects exactly the numbers that the constructors of torch.optim reject."""
     for kind in _RULES:
         rule = resolve(kind)
         for key, default in rule.defaults.items():

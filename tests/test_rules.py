@@ -77,8 +77,8 @@ def test_complex_parameters_are_two_real_ones(case: Case) -> None:
 
 
 @every_case
-def test_parameters_without_elements_are_no_trouble(case: Case) -> None:
-    """Means over nothing would be NaN, and would reach the derivative of the rate."""
+def test_parameters_without_elements(case: Case) -> None:
+    """A mean over no elements would be NaN, and would reach the derivative of the rate."""
     lr = torch.tensor(0.1, requires_grad=True)
 
     def loss(params: Sequence[Tensor], x: Tensor, k: int) -> Tensor:
@@ -96,7 +96,7 @@ def test_parameters_without_elements_are_no_trouble(case: Case) -> None:
 @every_case
 def test_adopted_state_goes_on_as_torch_does(case: Case) -> None:
     reference = Reference(case, start())
-    for steps in (0, 7, 1):  # an empty state; a running one; and another round
+    for steps in (0, 7, 1):  # an empty state, a running one, and a second round
         params, settings = reference.run(steps), case.settings()
         live = reference.optimizer.state
         state = tuple(case.rule.adopt(live.get(p, {}), p, settings, index=i) for i, p in enumerate(reference.params))

@@ -62,7 +62,7 @@ def test_json_is_written_readable_and_sorted(tmp_path: Path) -> None:
         os.umask(before)
     assert json.loads(path.read_text("utf-8")) == {"a": None, "b": [1, 2.5]}
     assert path.read_text("utf-8").index('"a"') < path.read_text("utf-8").index('"b"')
-    assert path.stat().st_mode & 0o777 == 0o644  # others may read it, as with any file
+    assert path.stat().st_mode & 0o777 == 0o644  # readable by others, like any file
     assert [*path.parent.iterdir()] == [path]
 
 
@@ -131,7 +131,7 @@ print(moved, torn)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
 def test_kill_9_while_saving_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
-    """One process that forks, since a start of Python and torch takes longer than a hundred saves."""
+    """One process that forks, since starting Python and torch takes longer than a hundred saves."""
     command = [sys.executable, "-c", KILLED, str(tmp_path / "state.pt"), "30"]
     env = {**os.environ, "PYTHONPATH": str(EXAMPLES)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -146,7 +146,7 @@ def test_kill_9_while_saving_leaves_the_old_file_or_the_new_one(tmp_path: Path) 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "new" / "state.pt"
-    assert checkpoint(path).load() is None  # nothing there yet
+    assert checkpoint(path).load() is None  # no checkpoint yet
     generator = torch.Generator().manual_seed(7)
     net = torch.nn.Linear(2, 3)
     optimizer = torch.optim.Adam(net.parameters())
@@ -231,7 +231,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path, save: object) -> None:
     refused(path)
     assert not touched.exists()
     torch.load(path, weights_only=False) if save is torch.save else pickle.loads(path.read_bytes())
-    assert touched.exists()  # it would have been
+    assert touched.exists()  # unpickling would have written it
 
 
 def refused(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Schedules of alpha: values, clipping, learnable constants, warnings, and the way into a state dict and back."""
+"""Schedules of alpha: values, clipping, learnable constants, warnings, and a round trip through a state dict."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_nothing_else_warns() -> None:
         polynomial(0.5, torch.tensor(2.0))
         harmonic(0.5)
     schedule = build("geometric")
-    with warnings.catch_warnings():  # neither when rebuilt
+    with warnings.catch_warnings():  # nor when rebuilt
         warnings.simplefilter("error")
         assert from_plain(to_plain(schedule) or {}) == schedule
         assert pickle.loads(pickle.dumps(schedule)) == schedule

@@ -1,4 +1,4 @@
-"""Modules without a right second derivative in torch: refused, or composed of operations that have one."""
+"""Modules whose second derivative is missing or wrong in torch: refused, or built from operations that have one."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_spectral_norm_in_training_mode_is_refused_and_first_order_works(name:
 
 
 class Once(OldCube):
-    """Its derivative is computed without a graph: `autograd.grad` would pass it by, without a word."""
+    """Its derivative is computed without a graph: `autograd.grad` would silently treat it as a constant."""
 
     @staticmethod
     @once_differentiable
@@ -126,7 +126,7 @@ def test_a_function_that_is_once_differentiable_is_refused(bend: Any) -> None:
 
 
 @pytest.mark.parametrize("adjoint", [bda.Unroll(), bda.Checkpointed(), bda.ForwardMode()], ids=type)
-def test_an_embedding_with_sparse_gradients_is_as_one_without(adjoint: Any) -> None:
+def test_an_embedding_with_sparse_gradients_equals_a_dense_one(adjoint: Any) -> None:
     indices, found = torch.tensor([[0, 1], [2, 5]]), []
     hyper = torch.tensor([1.0, 0.3], requires_grad=True)
 
@@ -149,7 +149,7 @@ def test_an_embedding_with_sparse_gradients_is_as_one_without(adjoint: Any) -> N
 
 
 def test_tasks_with_attention_in_eval_mode() -> None:
-    """Under `vmap` nothing seems to require grad, and torch would take a path that has no derivative."""
+    """Under `vmap` no tensor reports that it requires grad, and torch would take a path without a derivative."""
     for make in (Attention, lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)):
         problem = Problem(Case(lambda make=make: make().eval(), sequences))
         x = torch.stack([numbers(3, 5, 4, seed=s) for s in (1, 2)])

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("doubles")
 
 
 def saved(state: dict[str, Any]) -> dict[str, Any]:
-    """What `torch.save` and a careful `torch.load` make of it."""
+    """The state after `torch.save` and `torch.load(weights_only=True)`."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -123,7 +123,7 @@ def test_what_cannot_be_written_is_left_out_and_stays_live() -> None:
     assert fresh.param_groups[0]["prox"] is live
     assert fresh.param_groups[0]["alpha"] is schedule
     assert fresh.param_groups[0]["lr"] == 0.1
-    assert inner.param_groups[0]["prox"] is prox  # writing left the live one alone
+    assert inner.param_groups[0]["prox"] is prox  # writing does not change the live one
     assert inner.param_groups[0]["alpha"] is alpha
 
 
@@ -169,7 +169,7 @@ def test_a_state_dict_of_another_kind_is_refused_and_changes_nothing() -> None:
 
 
 class Halved:
-    """A rule of one's own: half of the gradient. At the top of the module, so that it can be pickled."""
+    """A custom rule: half of the gradient. It is at module level, so that it can be pickled."""
 
     name, defaults, elementwise = "Halved", {"lr": 0.1}, True
 

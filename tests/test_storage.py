@@ -13,7 +13,7 @@ from bda_optim._support.types import Record
 
 
 def test_shelf_stores_copies_in_blocks() -> None:
-    """What is stored does not change with the original or with other places, and keeps its layout."""
+    """A stored state does not change with the original or with other slots, and keeps its layout."""
     state = (torch.arange(6.0).view(2, 3), torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last), 7)
     shelf = Shelf(state, 2, offload=False)
     first = shelf.put(state)
@@ -22,7 +22,7 @@ def test_shelf_stores_copies_in_blocks() -> None:
     assert torch.equal(first.state[0], torch.arange(6.0).view(2, 3)) and first.state[2] == 7
     assert first.state[1].stride() == state[1].stride() and first.state[0]._version == 1
     assert first.state[0].untyped_storage().data_ptr() == second.state[0].untyped_storage().data_ptr()
-    third = shelf.put(state)  # no place is left
+    third = shelf.put(state)  # all slots are taken
     assert third.place is None and third.state[0] is state[0]
     shelf.drop(first)
     fourth = shelf.put((torch.full((2, 3), 9.0), state[1], 9))
@@ -31,7 +31,7 @@ def test_shelf_stores_copies_in_blocks() -> None:
 
 
 def test_shelf_gives_blocks_back() -> None:
-    """The memory of dropped states is free when all of a block are, and tensors start where an allocator's would."""
+    """A block is freed when all its states are dropped; tensors are aligned as an allocator would align them."""
     states = [(torch.full((3, 5), float(i)), torch.full((7,), i), torch.full((), i + 0.5)) for i in range(10)]
     shelf = Shelf(states[0], 10, offload=False)
     kept = [shelf.put(state) for state in states]
@@ -48,7 +48,7 @@ def test_shelf_gives_blocks_back() -> None:
 
 
 def test_shelf_keeps_what_does_not_fit() -> None:
-    """Another shape than the first, an expanded tensor: stored as they are."""
+    """A state of another shape, or an expanded tensor, is stored as it is."""
     shelf = Shelf((torch.zeros(2),), 3, offload=False)
     shelf.put((torch.zeros(2),))
     other, wide = torch.ones(3), torch.ones(()).expand(4)

@@ -37,7 +37,7 @@ def imported(source: str) -> set[str]:
 
 
 def offences(source: str) -> list[str]:
-    """What in a source imports, runs, unpickles or downloads what nobody asked for."""
+    """The places of a source that import, run, unpickle or download something unasked."""
     names = imported(source)
     found = [f"imports {name}" for name in sorted((names - TRUSTED) | (names & BRINGS_CODE))]
     for node in ast.walk(ast.parse(source)):

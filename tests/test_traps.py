@@ -13,7 +13,7 @@
 - torch 5: a captured tensor gets no gradient through a Function:
     test_wrong_use.py::test_a_captured_tensor_must_be_in_hyper
 - torch 5: in whatever step it is captured:
-    test_adjoint.py::test_a_captured_tensor_is_found_in_whatever_step
+    test_adjoint.py::test_a_captured_tensor_is_found_in_any_step
 - torch 6: compiled steps may be wrong:
     test_engine.py::test_wrong_numbers_are_noticed
 - torch 7: torch.compile has no double backward:
@@ -39,7 +39,7 @@
 - torch 13: in-place errors of `differentiable=True`:
     test_traps.py::test_rules_that_raise_in_torch
 - torch 14: generators, `random` and numpy are not restored:
-    test_adjoint.py::test_a_replay_that_goes_another_way_raises
+    test_adjoint.py::test_a_replay_that_differs_from_the_first_pass_raises
 - torch 15: reference cycles of `.backward(create_graph=True)`:
     test_adjoint.py::test_no_reference_cycles_with_create_graph
 - torch 16: a step under no_grad:
@@ -53,7 +53,7 @@
 - torch, found here: once_differentiable passes in silence:
     test_second_derivatives.py::test_a_function_that_is_once_differentiable_is_refused
 - torch, found here: sparse gradients lose derivatives:
-    test_second_derivatives.py::test_an_embedding_with_sparse_gradients_is_as_one_without
+    test_second_derivatives.py::test_an_embedding_with_sparse_gradients_equals_a_dense_one
 - truncation with stale parameters, by a factor:
     test_paper.py::test_truncation
 - higher: maximize, decoupled weight decay, eps, hooks, weight_norm, missing rules, kept weights, scheduler,
@@ -62,7 +62,7 @@
 - higher: complex Adam:
     test_rules.py::test_complex_parameters_are_two_real_ones
 - higher: parallel modules:
-    test_functional.py::test_wrappers_are_taken_off_at_the_root_and_inside
+    test_functional.py::test_wrappers_are_removed_at_the_root_and_inside
 - torchopt: tied weights, unused parameters, zero gradients, frozen and integer parameters, Ctrl-C, groups:
     test_compat_torchopt_limits.py::test_what_torchopt_cannot_do
 - torchopt: NaN of a ReLU network at K = 100:
@@ -206,7 +206,7 @@ def test_weight_norm_twice(form: str) -> None:
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_run_without_cudnn(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No device of the tests has cuDNN; the flag that a forward pass sees is looked at instead."""
+    """No device of the tests has cuDNN; the flag that a forward pass sees is checked instead."""
     module, seen = kind(2, 2), []
     module.register_forward_hook(lambda *_: seen.append(torch.backends.cudnn.enabled))
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)

@@ -177,7 +177,7 @@ def test_a_loss_of_tasks_must_be_a_scalar_each() -> None:
 
 @pytest.mark.parametrize("adjoint", [bda.Unroll(), bda.Checkpointed()], ids=str)
 @pytest.mark.parametrize("rule", [torch.optim.Adam, torch.optim.Adafactor])
-def test_chunks_of_tasks_give_the_same(adjoint: Any, rule: Any) -> None:
+def test_chunks_of_tasks_give_the_same_result(adjoint: Any, rule: Any) -> None:
     found = []
     for chunk_size in (None, 2, 5):
         features = torch.linspace(-1, 1, 30, dtype=torch.float64).reshape(5, 3, 2).requires_grad_()

@@ -322,7 +322,7 @@ class Problem:
         return self.optimizer().unroll(self.module, self.lower, self.upper, hyper=hyper, steps=K, **options)
 
     def gradient(self, net: Any, hyper: Tensor | None = None) -> Tensor:
-        """The hypergradient; the last evaluation, too, starts from a seed."""
+        """The hypergradient; the last evaluation starts from a seed, too."""
         torch.manual_seed(7)
         hyper = self.hyper if hyper is None else hyper
         return torch.autograd.grad(self.upper(net, hyper, None), hyper)[0]
@@ -385,7 +385,7 @@ def untouched(*modules: nn.Module) -> Iterator[None]:
 
 
 class Noted(nn.Module):
-    """Batch normalisation on two kinds of data: the running mean tells which were seen."""
+    """Batch normalisation on two kinds of data: the running mean shows which were seen."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Long campaigns: what the library's numbers are tried against, beyond what every run of the tests can afford.
+"""Long campaigns: checks of the library that are too expensive for every run of the tests.
 
     python -m tests.campaign                      what was recorded, as a table
     python -m tests.campaign smoke                the bounded part of everything, as the ordinary tests run it

@@ -1,4 +1,4 @@
-"""Awkward modules: tied, shared, frozen, hooked, parametrized, in place, ...; right to 1e-5 or refused, none silent."""
+"""Awkward modules (tied, shared, frozen, hooked, parametrized, ...): right to 1e-5 or refused, never silently wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .matrix import Case, numbers
 
 
 class Made(nn.Module):
-    """A module put together on the spot: `build(self)` makes its parts, `compute(self, x)` is its forward pass."""
+    """A module from two functions: `build(self)` makes its parts, `compute(self, x)` is its forward pass."""
 
     def __init__(self, build: Callable[[Any], None], compute: Callable[..., Any]) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def made(build: Callable[[Any], None] = nothing, compute: Callable[..., Any] = t
 
 
 def setting(**values: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Return what sets attributes, each from the module."""
+    """Return a function that sets attributes, each computed from the module."""
 
     def build(self: Any) -> None:
         for name, value in values.items():
@@ -163,7 +163,7 @@ class WithProperty(Made):
 
 
 class Delegating(nn.Module):
-    """Finds the attributes of what it wraps."""
+    """Delegates attributes to the module that it wraps."""
 
     def __init__(self) -> None:
         super().__init__()

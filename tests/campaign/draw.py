@@ -35,7 +35,7 @@ SPOILS = ("truncated start", "coupled prox", "alpha", "batches", "captured", "no
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One configuration; `str` of it says all that is not the default."""
+    """One configuration; its `str` lists the fields that differ from their defaults."""
 
     seed: int
     number: int
@@ -147,7 +147,7 @@ def _prox(dice: random.Random, family: str, rule: str) -> str:
 def _learn(
     dice: random.Random, family: str, style: str, rule: str, cut: bool, fields: dict[str, Any]
 ) -> tuple[str, ...]:
-    """What is differentiated beside `hyper`: settings of the first group, the start, batches, a backbone."""
+    """What is differentiated besides `hyper`: settings of the first group, the start, batches, a backbone."""
     options, found = fields["options"], []
     if dice.random() < 0.3 and not cut:
         found.append("start")

@@ -1,4 +1,4 @@
-"""Faults: an error at every step, in every loss and every gradient, forwards and backwards, leaves all as it was."""
+"""Faults: an error at any step, in any loss or gradient, forwards or backwards, leaves everything as it was."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Interrupted(BaseException):
 
 
 def out_of_memory() -> BaseException:
-    """The error that torch raises when there is no memory, had by asking for an exabyte."""
+    """The error that torch raises when memory runs out, provoked by asking for an exabyte."""
     try:
         torch.empty(2**60, dtype=torch.uint8)
     except RuntimeError as error:

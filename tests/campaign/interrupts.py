@@ -4,7 +4,7 @@ Two ways. Lines: a trace function counts the lines of the library that a run pas
 chosen ones. Signals: a timer raises it wherever the interpreter happens to be, in the library, in torch or in the loss.
 After each, the module, its buffers, flags and hooks, every `.grad` and the optimizers are the same objects with the
 same values, and torch's global switches are as before. (Lines of a `finally` or an `__exit__` are left out for the
-switches: who is interrupted while tidying up may leave a switch behind, as torch's own context managers do.)
+switches: an interrupt while a switch is being reset may leave it changed, as torch's own context managers do.)
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Trial:
     def __init__(self, form: str) -> None:
         self.switches = switches()  # before the library has run
         self.form, self.setting = form, Setting()
-        self.run()  # what is built once is built
+        self.run()  # so that what is built once exists already
         self.want = self.run()
         self.before = self.setting.snapshot()
 
@@ -91,7 +91,7 @@ class Trial:
         return FORMS[self.form](self.setting)
 
     def points(self, most: int) -> list[int]:
-        """So many of the lines that a run passes: each different one once, and others in between; or fewer, spread."""
+        """Choose lines that a run passes: each different one once, and others in between; or fewer, spread evenly."""
         with Lines() as lines:
             self.run()
         different = sorted(lines.first.values())
@@ -158,7 +158,7 @@ def reset() -> None:
 
 
 def campaign(forms: list[str], lines: int, signals: int, seed: int) -> dict[str, Any]:
-    """Interrupt each form at so many lines, evenly spread, and so many moments, drawn at random."""
+    """Interrupt each form at `lines` lines, evenly spread, and at `signals` random moments."""
     draw, failures, at_lines, at_times = random.Random(seed), [], 0, 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

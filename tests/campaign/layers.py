@@ -1,4 +1,4 @@
-"""The layer matrix: layers and functions of torch.nn, each in an inner loop; right to 1e-5 or refused, none silent."""
+"""The layers and functions of torch.nn, each in an inner loop: right to 1e-5 or refused, never silently wrong."""
 
 from __future__ import annotations
 

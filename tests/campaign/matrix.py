@@ -1,4 +1,4 @@
-"""How one module is judged: its hypergradient by the package, by torch alone, and by differences.
+"""How a module is checked: its hypergradient by the package, by torch alone, and by differences.
 
 A case is a module, the arguments of a call and the call. The inner loop has K = 3 steps in which both losses take part.
 The judge is a central difference of a naive loop (`torch.func.functional_call`, attention in its plain form), which

@@ -167,7 +167,7 @@ def measure(once: Callable[[], None], count: int, warm_up: int) -> dict[str, Any
     with no_collector() as garbage:
         for _ in range(warm_up):
             once()
-        gc.collect()  # what a compiler left, which is not ours
+        gc.collect()  # what a compiler left behind
         tensors, memory = live_tensors(), resident()
         for _ in range(count):
             once()

@@ -84,7 +84,7 @@ def _forked(copy: Path, tests: str) -> int:
         time.sleep(0.05)
     os.kill(child, 9)
     os.waitpid(child, 0)
-    return 124  # a loop that does not end is noticed too
+    return 124  # a loop that does not end counts as caught
 
 
 def _fuzz() -> int:

@@ -19,7 +19,7 @@ Params = dict[str, Tensor]
 
 
 class Tape:
-    """What counts as a constant: recorded when a loop runs first, and given again when it runs once more."""
+    """What counts as a constant: recorded in the first run of a loop, and replayed in later runs."""
 
     def __init__(self) -> None:
         self._found: list[Any] = []

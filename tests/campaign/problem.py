@@ -140,7 +140,7 @@ class Group:
 
 
 class Problem:
-    """What a configuration says, built; `leaves` are the tensors to differentiate."""
+    """A configuration with its tensors; `leaves` are those to differentiate."""
 
     def __init__(self, config: Config, dtype: torch.dtype | None = None) -> None:
         self.config, self.rule, self.style = config, config.rule, config.style
@@ -247,12 +247,12 @@ class Problem:
         self.batches = None if kind == "none" else many
 
     def batch(self, k: int, task: int) -> Any:
-        """What the losses are shown in step k."""
+        """The batch of step k."""
         found = None if self.batches is None else self.batches[k - 1]
         return found if self.tasks is None else {key: value[task] for key, value in found.items()}
 
     def last_batch(self, task: int | None = None) -> Any:
-        """What the last upper loss is shown."""
+        """The batch of the last upper loss."""
         if self.tasks is None:
             return None
         return self.test if task is None else {key: value[task] for key, value in self.test.items()}
@@ -285,7 +285,7 @@ class Problem:
         return (None, None, hyper) if isinstance(hyper, nn.Module) else (hyper, None, None)
 
     def lower(self, net: Any, hyper: Any, batch: Any) -> Tensor:
-        """A weighted square error, with a bend."""
+        """A weighted square error, with a nonlinear term."""
         weights, shift, change = self._parts(hyper)
         x, target = self.data if batch is None else (batch["x"], batch["t"])
         if batch is not None and "s" in batch:
@@ -308,7 +308,7 @@ class Problem:
         return (out - data["tt"]).square().mean() + 0.05 * torch.cos(out).mean() + own
 
     def net(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Any:
-        """What the witness shows the losses: a tree, or the module as a function."""
+        """What the losses receive from the witness: a tree, or the module as a function."""
         if self.module is None:
             return pytree.tree_unflatten([params[str(i)] for i in range(len(params))], self._spec)
         if self.config.family == "shared":  # functional_call would leave its tensors in the module (pytorch#164759)
@@ -356,7 +356,7 @@ class Problem:
         """The package's schedule, and the same as a function of k."""
         c: Any = self._leaf("alpha", self._number(0.4)) if learned else 0.4
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # some have a finite sum
+            warnings.simplefilter("ignore")  # some schedules warn that their sum is finite
             pairs: dict[str, tuple[Any, Any]] = {
                 "0": (0.0, None),
                 "number": (c, lambda k: c),

@@ -6,7 +6,7 @@ A part is a module with
 - ``run(args) -> dict``: the full run. The dict has at least ``count`` (what was tried) and ``failures`` (a list of
   strings, each with the command that reproduces it; empty if all is well), and ``seed`` where there is one. Everything
   in it goes into a JSON file, which has the name of the part, or that of ``record`` where the dict has one;
-- ``smoke() -> dict``: the same, bounded to some ten seconds: `tests/test_campaign.py` runs it;
+- ``smoke() -> dict``: the same, bounded to about ten seconds: `tests/test_campaign.py` runs it;
 - ``row(result) -> str``: what the table says of a result, in one line.
 """
 
@@ -91,7 +91,7 @@ def read(name: str) -> Result | None:
 
 
 def table(results: dict[str, Result | None]) -> str:
-    """Say in one line each what the parts found."""
+    """Summarise the results, one line per part."""
     lines = []
     for name, result in results.items():
         if result is None:

@@ -23,14 +23,14 @@ class Fault:
         self.backward, self.raised = False, False
 
     def reach(self, phase: str, k: int) -> None:
-        """Raise here, if this is the place; in the backward pass of the user every phase counts as "backward"."""
+        """Raise if this is the chosen place; in the user's backward pass every phase counts as "backward"."""
         if self._error is not None and (("backward" if self.backward else phase), k) == (self._phase, self._k):
             self.raised = True
             raise self._error()
 
 
 class Setting:
-    """A module with everything that could be spoiled, and its optimizers."""
+    """A module with everything that a failed loop could change, and its optimizers."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)

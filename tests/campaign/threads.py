@@ -50,7 +50,7 @@ class Use:
 
 
 def campaign(count: int) -> dict[str, Any]:
-    """Let each thread use the module so many times."""
+    """Let each thread use the module `count` times."""
     use = Use()
     want = [use(number) for number in range(28)]
     before = [(id(t), t._version, t.detach().clone()) for t in (*use.model.parameters(), *use.model.buffers())]
