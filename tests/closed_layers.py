@@ -75,6 +75,13 @@ def derivatives(function: Function, inputs: Sequence[Tensor], orders: int) -> li
     return found
 
 
+def second_of_sums(function: Function, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """A second derivative whose cotangents are expanded scalars in part, as a sum makes them."""
+    y = function(*inputs)
+    first = torch.autograd.grad(y.sum() + y.square().sum(), inputs, create_graph=True)
+    return torch.autograd.grad([f.sum() + f.square().sum() for f in first], inputs)
+
+
 def check_against_differences(function: Function, inputs: Sequence[Tensor]) -> None:
     """Compare the first, second and third derivatives with finite differences; also gradients in batches."""
     assert is_closed(function(*inputs))

@@ -23,7 +23,7 @@ from bda_optim._modules.skeleton import Skeleton
 
 pytestmark = pytest.mark.usefixtures("doubles")
 
-CLOSED = (nn.BatchNorm1d, nn.BatchNorm2d)
+CLOSED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.Conv2d)
 
 
 def net() -> nn.Sequential:
@@ -139,7 +139,7 @@ def test_loops_nest(adjoint: Any) -> None:
 CASES = {**layers.CASES, **awkward.CASES}
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if re.search("BatchNorm|batch norm", name)])
+@pytest.mark.parametrize("name", [name for name in CASES if re.search("BatchNorm|batch norm|Conv", name)])
 def test_the_layers_of_the_campaign_with_every_adjoint(name: str) -> None:
     with bda.closed_derivatives(True):
         verdict = matrix.judge(CASES[name], others=True)

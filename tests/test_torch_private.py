@@ -328,6 +328,10 @@ def test_hooks_before_a_forward_pass() -> None:
 def test_families_of_layers() -> None:
     for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         assert issubclass(kind, private.BatchNorm), "batch norms cannot be given a closed derivative"
+    for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        assert issubclass(kind, private.Convolution), "convolutions cannot be given a closed derivative"
+    for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
+        assert issubclass(kind, private.ConvolutionTranspose), "transposed convolutions cannot be given one"
 
 
 def test_parametrizations() -> None:

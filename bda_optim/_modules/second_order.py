@@ -12,13 +12,19 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from .._support import torch_private
 from .._support.autograd_graph import WithoutSecondDerivative
-from . import batch_norm
+from . import batch_norm, convolution
 from .closed import chosen
 
 _CLOSED: dict[type[nn.Module], Any] = {
     nn.BatchNorm1d: batch_norm.BatchNorm1d,
     nn.BatchNorm2d: batch_norm.BatchNorm2d,
     nn.BatchNorm3d: batch_norm.BatchNorm3d,
+    nn.Conv1d: convolution.Conv1d,
+    nn.Conv2d: convolution.Conv2d,
+    nn.Conv3d: convolution.Conv3d,
+    nn.ConvTranspose1d: convolution.ConvTranspose1d,
+    nn.ConvTranspose2d: convolution.ConvTranspose2d,
+    nn.ConvTranspose3d: convolution.ConvTranspose3d,
 }
 """The layers with a closed second derivative: torch's class, and that of the twin."""
 

@@ -284,6 +284,10 @@ def opaque(function: Callable[P, R]) -> Callable[P, R]:
 BatchNorm = nn.modules.batchnorm._BatchNorm
 """What batch norms of one, two and three dimensions have in common: since before 2.0."""
 
+Convolution = nn.modules.conv._ConvNd
+ConvolutionTranspose = nn.modules.conv._ConvTransposeNd
+"""What convolutions of one, two and three dimensions have in common: since before 2.0."""
+
 PARAMETERS = "_parameters"
 MODULE_DICTS = (PARAMETERS, "_buffers", "_modules")
 """The attributes in which a module keeps its tensors and sub-modules: since before 2.0; no public alternative."""
