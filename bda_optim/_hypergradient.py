@@ -286,14 +286,14 @@ def _check_value(value: Any, tasks: int | None) -> None:
 
 def _mirror(hyper: Any, slots: Slots, grads: Sequence[Tensor]) -> Any:
     """Lay gradients out as `hyper` is; what is not a floating-point tensor has the gradient None."""
-    index = {id(t): i for i, t in enumerate(slots.tensors)}
-
-    def leaf(value: Any) -> Any:
-        if isinstance(value, nn.Module):
-            return {name: leaf(p) for name, p in value.named_parameters()}
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return {field.name: leaf(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return grads[index[id(value)]] if isinstance(value, Tensor) and is_differentiable(value) else None
-
+    by_id = {id(t): grad for t, grad in zip(slots.tensors, grads, strict=False)}
     leaves, spec = named_leaves(hyper, "hyper")
-    return unflatten([leaf(value) for _, value in leaves], spec)
+    return unflatten([_gradient_of(value, by_id) for _, value in leaves], spec)
+
+
+def _gradient_of(value: Any, grads: Mapping[int, Tensor]) -> Any:
+    if isinstance(value, nn.Module):
+        return {name: _gradient_of(p, grads) for name, p in value.named_parameters()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _gradient_of(getattr(value, field.name), grads) for field in dataclasses.fields(value)}
+    return grads[id(value)] if isinstance(value, Tensor) and is_differentiable(value) else None
