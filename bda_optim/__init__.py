@@ -19,6 +19,7 @@ from ._optimizer import BDAInnerOptimizer
 from ._rollout.losses import Trace
 from ._step.rules.fista import FISTA
 from ._step.schedules import constant, geometric, harmonic, polynomial, theory
+from ._support.types import Move, Rule
 
 try:
     __version__ = _metadata.version("bda_optim")
@@ -38,6 +39,8 @@ __all__ = [
     "Guarded",
     "Hypergradient",
     "Implicit",
+    "Move",
+    "Rule",
     "Trace",
     "Truncated",
     "Unroll",

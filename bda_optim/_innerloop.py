@@ -19,6 +19,8 @@ from ._rollout.losses import check_finite
 from ._rollout.state import in_master
 from ._step.aggregation import needs_upper
 from ._step.gradients import both_gradients
+from ._step.proximal import NO_HYPER
+from ._step.rules.memory import complete_memory
 from ._step.rules.resolve import resolve
 from ._step.settings import check_group
 from ._step.update import Group, Update, refuse_extrapolation
@@ -28,7 +30,6 @@ from ._support.slots import Template
 from ._support.torch_private import opaque, sequence_number
 from ._support.tree import detach
 from ._support.types import InnerState, Record
-from .prox import NO_HYPER
 
 Override = Mapping[str, Any]
 GradCallback = Callable[[list[Tensor | None]], Sequence[Tensor | None]]
@@ -241,18 +242,10 @@ class DiffOptimizer:
         for (members, settings), memory in zip(groups, state.rule, strict=True):
             params = [state.params[i].detach() for i in members]
             check_group(self._rule, settings, params)
-            memories.append(_grown(memory, self._rule.init(params, settings)) if override else memory)
+            memories.append(complete_memory(self._rule.init(params, settings), memory) if override else memory)
         self._groups = groups
         self._update = Update(self._rule, [Group(m, Template.constant(s)) for m, s in groups])
         self._fmodel.__dict__.update(_update=self._update, _state=state._replace(rule=tuple(memories)))
-
-
-def _grown(memory: Any, fresh: Any) -> Any:
-    """Return a group's memory with what other settings need besides (a momentum that was off before)."""
-    if not all(isinstance(part, tuple) and all(isinstance(m, dict) for m in part) for part in (memory, fresh)):
-        return memory
-    pairs = zip(memory, fresh, strict=True)
-    return tuple({**{k: v for k, v in new.items() if k != "step" or not old}, **old} for old, new in pairs)
 
 
 def _cut(steps: int | None, last: int | None, copy_initial_weights: bool) -> int:

@@ -17,6 +17,8 @@ from ._solve import Loop, Start, solve, warn_without_graph
 from ._step.aggregation import at_step, needs_upper
 from ._step.gradients import Grads, both_gradients, no_gradient
 from ._step.objective import Loss, ModuleObjective
+from ._step.proximal import NO_HYPER
+from ._step.rules.memory import complete_memory, is_per_parameter
 from ._step.rules.resolve import resolve
 from ._step.schedules import from_plain, to_plain
 from ._step.settings import check_group, complete
@@ -26,7 +28,6 @@ from ._support.slots import Slots, Template
 from ._support.tensors import is_differentiable
 from ._support.tree import detach, map_tensors, tensors
 from ._support.types import InnerState, Prox, Rate, RuleLike, Settings
-from .prox import NO_HYPER
 
 
 class BDAInnerOptimizer(Optimizer):
@@ -319,14 +320,10 @@ class BDAInnerOptimizer(Optimizer):
         """Return the rule's state of each group, detached copies; new where there is none yet."""
         params, found = self._adapted(), []
         for members, settings in self._groups():
-            mine = [params[i] for i in members]
-            memory = self.rule.init([p.detach() for p in mine], settings)
-            whole = next((self.state[p]["group"] for p in mine if "group" in self.state.get(p, ())), None)
-            if whole is not None:
-                memory = whole
-            elif isinstance(memory, tuple) and len(memory) == len(mine):
-                # A setting switched on since (momentum, say) adds to what is remembered.
-                memory = tuple({**new, **self.state.get(p, {})} for p, new in zip(mine, memory, strict=True))
+            own = [params[i] for i in members]
+            entries = tuple(self.state.get(p, {}) for p in own)
+            memory = next((entry["group"] for entry in entries if "group" in entry), entries if any(entries) else None)
+            memory = complete_memory(self.rule.init([p.detach() for p in own], settings), memory)
             found.append(map_tensors(lambda t: t.detach().clone(), memory))
         return tuple(found)
 
@@ -334,7 +331,7 @@ class BDAInnerOptimizer(Optimizer):
         """Keep the rule's state: per parameter, or whole with the first parameter of a group."""
         params = self._adapted()
         for (members, _), memory in zip(self._groups(), detach(tuple(memories)), strict=True):
-            if isinstance(memory, tuple) and len(memory) == len(members) and all(isinstance(m, dict) for m in memory):
+            if is_per_parameter(memory, len(members)):
                 for i, state in zip(members, memory, strict=True):
                     if state:
                         self.state[params[i]] = dict(state)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, optim
 
 from bda_optim._step.rules.fista import FISTA
-from bda_optim._step.rules.resolve import _RULES, resolve
+from bda_optim._step.rules.resolve import RULES, resolve
 from bda_optim._support.types import Move, Rule
 
 SWITCHES = {"foreach", "fused", "capturable", "differentiable"}
@@ -100,7 +100,7 @@ CASES = [
     for options in table
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
-every_rule = pytest.mark.parametrize("rule", [*_RULES.values(), FISTA()], ids=lambda rule: rule.name)
+every_rule = pytest.mark.parametrize("rule", [*RULES.values(), FISTA()], ids=lambda rule: rule.name)
 
 
 def start() -> list[Tensor]:

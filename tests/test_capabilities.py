@@ -21,7 +21,7 @@ from torch import Tensor, nn, optim
 from torch.func import functional_call
 
 import bda_optim as bda
-from bda_optim._step.rules.resolve import _RULES
+from bda_optim._step.rules.resolve import RULES
 
 # The capability table: rules.
 
@@ -63,7 +63,7 @@ ROWS = [
 
 
 def test_every_rule_has_a_row() -> None:
-    assert {row.rule for row in ROWS} - {None} == {*_RULES, bda.FISTA}
+    assert {row.rule for row in ROWS} - {None} == {*RULES, bda.FISTA}
 
 
 # The capability table: what is differentiated.

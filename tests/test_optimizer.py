@@ -308,7 +308,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "LBFGS": ({"rule": optim.LBFGS}, ValueError, "LBFGS"),
     "an instance": ({"rule": optim.SGD([torch.zeros(1)])}, TypeError, "must be a class, not an optimizer"),
-    "text as rule": ({"rule": "Adam"}, TypeError, "`rule` must have"),
+    "text as rule": ({"rule": "Adam"}, TypeError, "`rule` must be a class of torch.optim"),
 }  # fmt: skip
 
 

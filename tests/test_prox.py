@@ -25,6 +25,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
 from bda_optim import prox
+from bda_optim._step.proximal import NO_HYPER
 
 with warnings.catch_warnings():  # torch's forward mode scripts its decompositions, with a warning, at its first use
     warnings.simplefilter("ignore")
@@ -502,12 +503,12 @@ def test_functions_of_hyper(name: str) -> None:
 
 def test_functions_need_a_hyper() -> None:
     y = torch.randn(3)
-    for hyper in ((), (prox.NO_HYPER,)):
+    for hyper in ((), (NO_HYPER,)):
         with pytest.raises(ValueError, match=r"`s` of `l1` is a function of hyper.*unroll.*hyper=.*tensor"):
             prox.l1(lambda s: s)(y, 0.1, *hyper)
-    assert prox.l1(0.5)(y, 0.1, prox.NO_HYPER).shape == (3,)
+    assert prox.l1(0.5)(y, 0.1, NO_HYPER).shape == (3,)
     assert prox.l1(lambda hyper: 0.5 if hyper is None else 0.0)(torch.ones(1), 1.0, None).item() == 0.5
-    assert pickle.loads(pickle.dumps(prox.NO_HYPER)) is copy.deepcopy(prox.NO_HYPER) is prox.NO_HYPER
+    assert pickle.loads(pickle.dumps(NO_HYPER)) is copy.deepcopy(NO_HYPER) is NO_HYPER
     with pytest.raises(ValueError, match="`s` of `l1` must be finite and not negative; got -1"):
         prox.l1(lambda hyper: -1)(y, 0.1, None)
 
@@ -616,5 +617,5 @@ def test_replace_with_tensors(name: str) -> None:
 
 def test_public_names() -> None:
     maps = {"l1", "elastic_net", "group_lasso", "nuclear", "nonnegative", "box", "l2_ball", "l1_ball", "simplex"}
-    assert set(prox.__all__) == maps | {"NO_HYPER"}
+    assert set(prox.__all__) == set(dir(prox)) == maps
     assert all(getattr(prox, name).__doc__ for name in prox.__all__)

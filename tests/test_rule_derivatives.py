@@ -23,7 +23,7 @@ from torch import Tensor, optim
 from torch.autograd import forward_ad
 
 from bda_optim._step.rules.adam import Adam
-from bda_optim._step.rules.base import _root
+from bda_optim._step.rules.arithmetic import root
 from bda_optim._step.rules.fista import FISTA
 from bda_optim._step.rules.resolve import resolve
 
@@ -100,8 +100,8 @@ def test_centered_variance_below_zero_counts_as_zero() -> None:
 
 def test_the_safe_root() -> None:
     x = torch.tensor([4.0, 0.0, -1e-9], requires_grad=True)
-    assert _root(x).tolist() == [2.0, 0.0, 0.0] and _root(torch.tensor(math.nan)).isnan()
-    assert torch.autograd.grad(_root(x).sum(), x)[0].tolist() == [0.25, 0.0, 0.0]
+    assert root(x).tolist() == [2.0, 0.0, 0.0] and root(torch.tensor(math.nan)).isnan()
+    assert torch.autograd.grad(root(x).sum(), x)[0].tolist() == [0.25, 0.0, 0.0]
 
 
 def test_learned_betas_in_float32_are_corrected_in_double() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._support.slots import Frozen
+from .._support.slots import Keyed
 from .._support.tensors import layout
 from .._support.torch_private import hook_counts
 
@@ -76,8 +76,8 @@ class _Walker:
         return self._visit_object(value, depth)
 
     def _visit_object(self, value: Any, depth: int) -> Hashable:
-        if isinstance(value, Frozen):  # as deep as it goes: it says itself what it depends on, however it is nested
-            return type(value).__name__, self.visit(value.frozen(), _DEPTH)
+        if isinstance(value, Keyed):  # as deep as it goes: it says itself what it depends on, however it is nested
+            return type(value).__name__, self.visit(value.key(), _DEPTH)
         if isinstance(value, list | tuple):  # a container is no step away: what it holds is compared, not itself
             return type(value).__name__, tuple(self.visit(item, depth) for item in value)
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What a replay restores and checks: the random state, autocast, and whether it met the same numbers."""
+"""What a replay restores and checks: the random state, autocast, and whether it computes the same numbers."""
 
 from __future__ import annotations
 
@@ -11,44 +11,49 @@ from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 
 from .._support.tensors import is_differentiable
-from .forward import _surely, surroundings
+from .forward import surroundings, undo_despite_interrupts
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Ambient:
     """The autocast settings and the random state of a rollout, to be restored in a replay."""
 
     def __init__(self, sample: Sequence[Tensor]) -> None:
-        """Note autocast (for the CPU and the devices of `sample`) and the default dtype as they are now."""
+        """Record autocast (for the CPU and the devices of `sample`) and the default dtype as they are now."""
         self._sample = [t for t in sample if t.device.type not in ("cpu", "meta")]
         kinds = {"cpu", *(t.device.type for t in self._sample)}
         self._autocast = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in sorted(kinds)]
         self._dtype = torch.get_default_dtype()
-        self._astray: dict[torch.device, Tensor] = {}
+        self._far: dict[torch.device, Tensor] = {}
         self._changed: list[tuple[int, Tensor]] = []
-        self._known: Tensor | None = None
+        self._last_rng: Tensor | None = None
 
     def rng(self) -> Any:
         """Return the global random state of the CPU and of the devices in use."""
         state = torch.get_rng_state()
-        if self._known is None or not torch.equal(self._known, state):
-            self._known = state  # where nothing is drawn, all stored states share these 5 kB
-        # Without a device to ask, torch's function takes 40 microseconds to say nothing.
-        return self._known, *(torch_checkpoint.get_device_states(*self._sample) if self._sample else ([], []))
+        if self._last_rng is None or not torch.equal(self._last_rng, state):
+            self._last_rng = state  # where nothing is drawn, all stored states share these 5 kB
+        # torch's function takes 40 microseconds even if there is no device.
+        return self._last_rng, *(torch_checkpoint.get_device_states(*self._sample) if self._sample else ([], []))
 
     def set_rng(self, state: Any) -> None:
-        """Set it."""
+        """Set the state that `rng` returned."""
         torch.set_rng_state(state[0])
         if self._sample:
             torch_checkpoint.set_device_states(*state[1:])
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Surround a replay; afterwards the random state is as it was, and a replay that went astray raises."""
-        outside, dtype, self._astray, self._changed = self.rng(), torch.get_default_dtype(), {}, []
+        """The context of a replay: afterwards the random state is as before, and a replay that differed raises."""
+        rng = self.rng()
+        dtype = torch.get_default_dtype()
+        self._far = {}
+        self._changed = []
 
-        def tidy() -> None:
+        def undo() -> None:
             torch.set_default_dtype(dtype)
-            self.set_rng(outside)
+            self.set_rng(rng)
 
         try:
             torch.set_default_dtype(self._dtype)
@@ -58,9 +63,9 @@ class Ambient:
                 stack.enter_context(surroundings())
                 yield
         finally:
-            _surely(tidy)
+            undo_despite_interrupts(undo)
         changed = [number for number, flag in self._changed if not flag.is_meta and bool(flag)]
-        if changed or any(bool(flag) for flag in self._astray.values() if not flag.is_meta):
+        if changed or any(bool(flag) for flag in self._far.values() if not flag.is_meta):
             where = f" (in call {min(changed)} of the step)" if changed else ""
             raise RuntimeError(
                 f"a replayed step gave another result than the first time{where}, so the hypergradient would be wrong; "
@@ -70,29 +75,22 @@ class Ambient:
             )
 
     def compare(self, replayed: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
-        """Note, on the device, whether a replay met the state of the first sweep, up to rounding.
+        """Record on the device whether a replay reached the state of the first sweep, up to rounding.
 
-        With and without a graph other kernels may run (of an LSTM in float32, say), so bits may differ.
+        Bits may differ: with and without a graph different kernels may run (of an LSTM in float32, for example).
         """
         for new, old in zip(replayed, stored, strict=True):
             if is_differentiable(new) and new.numel():
                 bound = torch.finfo(new.dtype).eps ** 0.5 * (1 + old.abs().max())
-                far = ~((new.detach() - old).abs().max() <= bound) & torch.isfinite(bound)  # NaN is far, too
-                self._astray.setdefault(far.device, far).logical_or_(far)  # one flag, not one for each replay
+                far = ~((new.detach() - old).abs().max() <= bound) & torch.isfinite(bound)  # NaN is far
+                self._far.setdefault(far.device, far).logical_or_(far)  # one flag for all replays
 
     def compare_prints(self, replayed: Sequence[Tensor], stored: Sequence[Tensor], number: int) -> None:
-        """Note whether the state of a replay is that of the first sweep after call `number`, to the bit."""
+        """Record whether the state of a replay is that of the first sweep after call `number`, to the bit."""
         self._changed += [(number, new != old) for new, old in zip(replayed, stored, strict=True)]
 
 
 def fingerprints(values: Sequence[Tensor]) -> list[Tensor]:
-    """Return for each tensor the sum of its bits taken as whole numbers: a tensor of one element, on the device."""
-    found = []
-    for value in values:
-        plain = torch.view_as_real(value) if value.is_complex() else value
-        bits = plain.detach().contiguous().view(_WHOLE[plain.element_size()])
-        found.append(bits.sum(dtype=torch.int64))
-    return found
-
-
-_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    """Return for each tensor the sum of its elements' bits read as integers: one number, on the device."""
+    real = [torch.view_as_real(value) if value.is_complex() else value for value in values]
+    return [t.detach().contiguous().view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64) for t in real]

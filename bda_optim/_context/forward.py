@@ -1,4 +1,4 @@
-"""What surrounds an inner forward pass: plain attention kernels, and no checkpoints."""
+"""The context of an inner forward pass: plain attention kernels, no autocast cache, no checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.backends import cuda, mha
 
 from .._support import torch_private
-from .._support.torch_private import inside_checkpoint
 
 _NO_HOOKS = (
     "the module uses torch.utils.checkpoint (or saved-tensor hooks) inside an inner step, whose recomputation would "
@@ -20,10 +19,11 @@ _NO_HOOKS = (
 
 
 class _PlainAttention:
-    """torch's `sdpa_kernel(SDPBackend.MATH)`, at a fifth of its cost: small modules are called in 20 microseconds.
+    """Switches fused attention off, as torch's `sdpa_kernel(SDPBackend.MATH)` does, at a fifth of its cost.
 
-    The switches are those of the whole process: the first of several threads turns them, the last turns them back. Both
-    `enter` and `leave` may be interrupted anywhere, if `leave` follows; so `enter` belongs inside the `try`.
+    Small modules are called in 20 microseconds. The switches belong to the whole process: the first of several threads
+    turns them, the last turns them back. An interrupt may come at any point of `enter` or `leave` if `leave` is called
+    afterwards; so `enter` belongs inside the `try`.
     """
 
     def __init__(self) -> None:
@@ -48,26 +48,28 @@ class _PlainAttention:
                 self._before = None
 
 
+# The switches of `torch.backends.cuda` hold for every device. The fast path of nn.TransformerEncoder has no derivative
+# at all, and inside `vmap` torch does not notice that one is needed.
 _ATTENTION: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
-    (cuda.math_sdp_enabled, cuda.enable_math_sdp),  # the switches hold for every device, whatever their module's name
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
     (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-    (mha.get_fastpath_enabled, mha.set_fastpath_enabled),  # has no derivative at all, and `vmap` hides that one is due
+    (mha.get_fastpath_enabled, mha.set_fastpath_enabled),
 )
 _PLAIN_ATTENTION = _PlainAttention()
 
 
 def refuse_checkpoint() -> None:
     """Raise inside a torch.utils.checkpoint."""
-    if inside_checkpoint():
+    if torch_private.inside_checkpoint():
         raise RuntimeError(_NO_HOOKS)
 
 
 def refuse_reentrant(loss: Any, since: int) -> None:
-    """Raise where a loss contains a reentrant checkpoint: `autograd.grad` passes the parameters inside it by, silently.
+    """Raise if a loss contains a reentrant checkpoint: `autograd.grad` silently ignores the parameters inside it.
 
-    Only nodes from number `since` on are looked at: a checkpoint outside the inner loop is none of its business.
+    Only nodes from number `since` on are visited, so that a checkpoint outside the inner loop is allowed.
     """
     stack = [loss.grad_fn] if isinstance(loss, Tensor) and loss.grad_fn is not None else []
     seen: set[Any] = set(stack)
@@ -81,44 +83,46 @@ def refuse_reentrant(loss: Any, since: int) -> None:
 
 
 class surroundings:
-    """Make inner forward passes differentiable twice, and keep them from leaving anything behind.
+    """The context of inner forward passes: they can be differentiated twice, and leave nothing behind.
 
-    Fused attention has no second derivative, so its plain form is chosen. Autocast would keep a cast copy
-    of the parameters of every step alive. A checkpoint inside the module is refused: it would recompute with parameters
-    that are there no longer.
+    Fused attention has no second derivative, so the plain form is chosen. Autocast would keep a cast copy of the
+    parameters of every step alive, so its cache is off. A checkpoint inside the module is refused, because it would
+    recompute with parameters that have since been replaced.
 
-    Not a generator: one that is interrupted on entering lives, with all it has switched, as long as the traceback does.
+    Not a generator: one that is interrupted while it is entered keeps everything switched as long as the traceback
+    lives.
     """
 
     def __enter__(self) -> None:
         """Turn the switches."""
-        self._cache, self._user = torch.is_autocast_cache_enabled(), object()
-        self._allowed = not torch_private.hooks_are_forbidden()
+        self._user = object()
+        self._cache = torch.is_autocast_cache_enabled()
+        self._forbids = not torch_private.hooks_are_forbidden()
         try:
             torch.set_autocast_cache_enabled(False)
             _PLAIN_ATTENTION.enter(self._user)
-            self._allowed = self._allowed and not torch_private.has_saved_tensor_hooks()
-            if self._allowed:
+            self._forbids = self._forbids and not torch_private.has_saved_tensor_hooks()
+            if self._forbids:
                 torch_private.forbid_hooks(_NO_HOOKS)
         except BaseException:
-            _surely(self._tidy)
+            undo_despite_interrupts(self._undo)
             raise
 
     def __exit__(self, *_: object) -> None:
         """Turn them back."""
-        _surely(self._tidy)
+        undo_despite_interrupts(self._undo)
 
-    def _tidy(self) -> None:
-        if self._allowed:
+    def _undo(self) -> None:
+        if self._forbids:
             torch_private.allow_hooks()
         torch.set_autocast_cache_enabled(self._cache)
         _PLAIN_ATTENTION.leave(self._user)
 
 
-def _surely(tidy: Callable[[], None]) -> None:
-    """Tidy up, and if an interrupt comes meanwhile, once more: `tidy` may run twice."""
+def undo_despite_interrupts(undo: Callable[[], None]) -> None:
+    """Run `undo`, and once more if an interrupt comes meanwhile: it may run twice."""
     try:
-        tidy()
+        undo()
     except BaseException:
-        tidy()
+        undo()
         raise

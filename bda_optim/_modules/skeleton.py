@@ -2,8 +2,8 @@
 
 `torch.func.functional_call` swaps tensors in the user's own module, which is not thread-safe, and fails where a
 sub-module is reachable by two names. A `Skeleton` is a twin of the module tree instead: the same classes, hooks and
-attributes, but its own dictionaries of parameters and buffers, into which any tensors can be laid. Nothing is copied
-but these dictionaries.
+attributes, but its own dictionaries of parameters and buffers, into which any tensors can be put. Nothing else is
+copied.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from .._support.slots import Filler, Frozen, Slot, Slots
+from .._support.slots import Filler, Keyed, Slot, Slots
 from .._support.tensors import refuse_sharded
-from .._support.torch_private import own_buffers, own_parameters
-from .rewire import Place, _note, _redirect, _twin
+from .rewire import Place, Rewiring
 from .second_order import recompose
 
 
-class Skeleton(Frozen):
+class Skeleton(Keyed):
     """A twin of a module whose parameters and buffers can be replaced.
 
     Attributes:
@@ -36,29 +35,24 @@ class Skeleton(Frozen):
 
     def __init__(self, module: nn.Module) -> None:
         """Build the twin of `module`, with the module's own tensors in it."""
-        twins: dict[int, Any] = {}
+        rewiring = Rewiring(module)
         self.module = module
-        self.root = _twin(module, twins)
+        self.root = rewiring.root
         self.params = {name: Place(tensor, []) for name, tensor in module.named_parameters()}
         self.buffers = {name: Place(tensor, []) for name, tensor in module.named_buffers()}
-        places = {id(place.original): place for place in (*self.params.values(), *self.buffers.values())}
         _check((*self.params.items(), *self.buffers.items()))
-        self._recurrent = any(isinstance(twin, nn.RNNBase) for twin in twins.values())
-        different = dict.fromkeys(twins.values())
-        for twin in different:  # these spots come first: a forward pass may assign another tensor to a buffer's name
-            _note(own_parameters(twin), places)
-            _note(own_buffers(twin), places)
-        for twin in different:
-            _redirect(twin, twins, places)
+        self._recurrent = any(isinstance(twin, nn.RNNBase) for twin in rewiring.twins)
+        rewiring.connect((*self.params.values(), *self.buffers.values()))
+        for twin in rewiring.twins:
             recompose(twin)
 
-    def frozen(self) -> Any:
-        """Return what a trace of the module depends on: its structure and flags, and the tensors nobody replaces."""
+    def key(self) -> Any:
+        """Return what a program depends on: the structure, the flags, and the tensors that nobody replaces."""
         fixed = [place.original for place in self.params.values() if not place.original.requires_grad]
         return self.module, tuple((type(child), child.training) for child in self.root.modules()), fixed
 
     def surroundings(self) -> contextlib.AbstractContextManager[Any]:
-        """Return what a forward pass must run under: cuDNN's RNNs have no second derivative."""
+        """Return the context for a forward pass: cuDNN's RNNs have no second derivative."""
         cudnn = torch.backends.cudnn
         return cudnn.flags(enabled=False) if self._recurrent and cudnn.is_available() else contextlib.nullcontext()
 
@@ -86,7 +80,7 @@ class ModuleSlot(Filler):
     slots: dict[str, Slot]
 
     def fill(self, values: Sequence[Tensor]) -> nn.Module:
-        """Lay the tensors into the skeleton and return it."""
+        """Put the tensors into the skeleton and return its root."""
         self.skeleton.lay_params(self.slots, (slot.fill(values) for slot in self.slots.values()))
         return self.skeleton.root
 

@@ -17,7 +17,7 @@ from .._context.forward import refuse_reentrant
 from .._modules.skeleton import Skeleton
 from .._support import autograd_graph
 from .._support.checks import user_level
-from .._support.slots import Frozen, Slot, Template
+from .._support.slots import Keyed, Slot, Template
 from .._support.torch_private import sequence_number
 from .._support.tree import map_tensors, replace_tensors
 
@@ -67,14 +67,14 @@ Objective: TypeAlias = Callable[[Loss, Sequence[Tensor], Buffers, Sequence[Tenso
 """``objective(loss, params, buffers, hyper, batch)`` -> the loss at flat tensors, and the buffers as it left them."""
 
 
-class TreeObjective(Frozen):
+class TreeObjective(Keyed):
     """Losses of a tree of tensors."""
 
     def __init__(self, params: Any, hyper: Template) -> None:
         """Remember the shape of both trees."""
         self._params, self._hyper = map_tensors(lambda t: torch.empty(0), params), hyper
 
-    def frozen(self) -> Any:
+    def key(self) -> Any:
         """Return what a trace depends on."""
         return self._params, self._hyper
 
@@ -85,7 +85,7 @@ class TreeObjective(Frozen):
         return loss(replace_tensors(self._params, params), self._hyper.fill(hyper), batch), buffers
 
 
-class ModuleObjective(Frozen):
+class ModuleObjective(Keyed):
     """Losses of a module; the tensors are laid into its skeleton."""
 
     def __init__(self, skeleton: Skeleton, names: Sequence[str], others: dict[str, Slot], hyper: Template) -> None:
@@ -93,7 +93,7 @@ class ModuleObjective(Frozen):
         self._skeleton, self._names, self._others, self._hyper = skeleton, tuple(names), others, hyper
         self._seen: list[Loss] = []
 
-    def frozen(self) -> Any:
+    def key(self) -> Any:
         """Return what a trace depends on."""
         return self._skeleton, self._names, self._others, self._hyper
 

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from .._support.types import Scalar
+from .._support.types import Scalar, TensorFields
 
 __all__ = ["EPS", "Schedule", "constant", "from_plain", "geometric", "harmonic", "polynomial", "theory", "to_plain"]
 
@@ -35,11 +35,8 @@ EPS: Final = 1e-6
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Schedule:
-    """What the factories of this module return: a function of k = 1, 2, ... with values in [0, 1).
-
-    Equal are schedules with equal numbers and the same tensor objects: comparing values would wait for the device.
-    """
+class Schedule(TensorFields):
+    """What the factories of this module return: a function of k = 1, 2, ... with values in [0, 1)."""
 
     name: ClassVar[str]
 
@@ -73,15 +70,6 @@ class Schedule:
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in vars(self).items())})"
-
-    def _key(self) -> tuple[Any, ...]:
-        return type(self), *(("tensor", id(v)) if isinstance(v, Tensor) else v for v in vars(self).values())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Schedule) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
 
 
 @dataclass(frozen=True, eq=False, repr=False)

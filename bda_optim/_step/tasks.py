@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._context.environment import Ambient
 from .._support.checks import user_level
-from .._support.slots import Frozen
+from .._support.slots import Keyed
 from .._support.tree import tensors
 from .._support.vmap import one_by_one, over_tasks
 from .objective import Buffers, Loss, Objective
@@ -56,7 +56,7 @@ class TaskMapper:
         return result
 
 
-class TasksObjective(Frozen):
+class TasksObjective(Keyed):
     """The same loss on many tasks at once: parameters, buffers and batches have a task dimension in front."""
 
     def __init__(self, objective: Objective, mapper: TaskMapper) -> None:
@@ -64,7 +64,7 @@ class TasksObjective(Frozen):
         self._objective = objective
         self._mapper = mapper
 
-    def frozen(self) -> Any:
+    def key(self) -> Any:
         """Return what a trace depends on."""
         return self._objective, self._mapper.tasks
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._support.slots import Template
-from .._support.types import InnerState, Rule, Scalar, Settings
+from .._support.types import InnerState, Move, Rule, Scalar, Settings
 from .aggregation import aggregate, at_step
 from .gradients import Grads
 from .tasks import TaskMapper
@@ -103,7 +103,9 @@ class Update:
             return self.rule.update(grads, memory, params, settings)
 
         def one(grads: Grads, memory: Any, params: Sequence[Tensor]) -> Any:
-            return self.rule.update(grads, memory, params, settings)
+            moves, new = self.rule.update(grads, memory, params, settings)
+            # A scale that is a tensor would come back with a task dimension alone, and no longer broadcast.
+            return [Move(m.displacement(), 1.0) if m and isinstance(m.scale, Tensor) else m for m in moves], new
 
         with warnings.catch_warnings():  # torch reports operations that it batches slowly
             warnings.filterwarnings("ignore", message=".*not yet implemented the batching rule")

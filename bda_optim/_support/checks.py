@@ -1,4 +1,4 @@
-"""Checks of what a rollout is asked to do, which more than one door makes."""
+"""Checks that several doors make before a rollout."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def user_level() -> int:
 
 
 def check_ambient() -> None:
-    """Refuse to run where no gradient can be had."""
+    """Raise where no gradient can be taken."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             "an inner loop takes gradients, which `torch.inference_mode()` rules out. Use `torch.no_grad()` instead: "
@@ -76,7 +76,7 @@ def check_count(name: str, value: Any) -> int:
 
 
 def check_devices(params: Sequence[Tensor], others: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise where a tensor lives on another device than all the parameters; single numbers on the CPU may."""
+    """Raise if a tensor is on a device that no parameter is on; 0-dim tensors on the CPU are allowed."""
     devices = {p.device for p in params}
     for name, tensor in others:
         if tensor.device not in devices and not (tensor.device.type == "cpu" and tensor.dim() == 0):

@@ -1,4 +1,4 @@
-"""Slots: the tensors that a rollout differentiates, each counted once, and the templates they fill."""
+"""Slots for the tensors that a rollout differentiates, each counted once, and the templates that they fill."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from .tensors import refuse_sharded
 from .tree import Leaf, map_leaves, named_leaves, unflatten
 
 
-class Frozen:
-    """Something that says itself what a trace of it depends on."""
+class Keyed:
+    """An object that knows what a compiled program of it depends on."""
 
-    def frozen(self) -> Any:
-        """Return it."""
+    def key(self) -> Any:
+        """Return that: values, tensors, functions and modules, in any tree."""
         raise NotImplementedError
 
 
 class Filler:
-    """A leaf that becomes a value once the tensors of the slots are known."""
+    """A leaf that becomes a value as soon as the tensors of the slots are known."""
 
     def fill(self, values: Sequence[Tensor]) -> Any:
-        """Return the value."""
+        """Return the value for these tensors."""
         raise NotImplementedError
 
 
@@ -35,7 +35,7 @@ class Slot(Filler):
     index: int
 
     def fill(self, values: Sequence[Tensor]) -> Tensor:
-        """Return that tensor."""
+        """Return the tensor of that number."""
         return values[self.index]
 
 
@@ -53,27 +53,28 @@ class _Fields(Filler):
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
-class Template(Frozen):
+class Template(Keyed):
     """A tree with slots in the place of tensors."""
 
-    def __init__(self, leaves: list[Any], spec: Any) -> None:
-        """Remember the leaves and which of them are to be filled."""
-        self._leaves, self._spec = leaves, spec
+    def __init__(self, leaves: list[Any], structure: Any) -> None:
+        """Store a flattened tree, some of whose leaves are fillers."""
+        self._leaves = leaves
+        self._structure = structure
         self._fillers = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Filler)]
-        self._constant = None if self._fillers else unflatten(leaves, spec)
+        self._constant = None if self._fillers else unflatten(leaves, structure)
 
     @classmethod
     def constant(cls, tree: Any) -> Template:
-        """Return a template that has no slots: `fill` gives `tree` itself, whatever tensors it holds."""
+        """Return a template without slots: `fill` returns `tree` itself, whatever tensors it contains."""
         return cls([tree], Leaf(0))
 
-    def frozen(self) -> Any:
-        """Return what a trace of something filled depends on."""
-        return self._leaves, repr(self._spec)
+    def key(self) -> Any:
+        """Return the leaves, with slots in the place of tensors, and the structure."""
+        return self._leaves, repr(self._structure)
 
     def unfilled(self) -> Any:
         """Return the tree with its slots."""
-        return unflatten(self._leaves, self._spec)
+        return unflatten(self._leaves, self._structure)
 
     def fill(self, values: Sequence[Tensor]) -> Any:
         """Return the tree with the slots' tensors in place."""
@@ -82,7 +83,7 @@ class Template(Frozen):
         leaves = list(self._leaves)
         for i, filler in self._fillers:
             leaves[i] = filler.fill(values)
-        return unflatten(leaves, self._spec)
+        return unflatten(leaves, self._structure)
 
 
 def fill(tree: Any, values: Sequence[Tensor]) -> Any:
@@ -91,7 +92,7 @@ def fill(tree: Any, values: Sequence[Tensor]) -> Any:
 
 
 class Slots:
-    """Collects tensors, the same object once, and remembers a name for messages."""
+    """Collects tensors, the same object only once, with a name for messages."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -107,7 +108,7 @@ class Slots:
         return other
 
     def put(self, tensor: Tensor, name: str) -> Slot:
-        """Return the slot of `tensor`, a new one unless it has one already."""
+        """Return the slot of `tensor`: the one it has, or a new one."""
         refuse_sharded(name, tensor)
         index = self._index.setdefault(id(tensor), len(self.tensors))
         if index == len(self.tensors):
@@ -121,18 +122,18 @@ class Slots:
         Args:
             tree: Dicts, lists and tuples of tensors, dataclasses and anything else.
             name: What messages call the tree.
-            special: Is shown each other leaf with its name, and returns what stands in its place.
+            special: Takes each other leaf and its name, and returns what replaces it.
         """
         if type(tree) in _PLAIN or (type(tree) is dict and all(type(value) in _PLAIN for value in tree.values())):
-            return Template.constant(tree)  # most settings; a path for every leaf takes ten times as long
-        leaves, spec = named_leaves(tree, name)
-        return Template([self._leaf(leaf, path, special) for path, leaf in leaves], spec)
+            return Template.constant(tree)  # most settings; naming every leaf takes ten times as long
+        leaves, structure = named_leaves(tree, name)
+        return Template([self._leaf(leaf, path, special) for path, leaf in leaves], structure)
 
     def _leaf(self, leaf: Any, name: str, special: Callable[[Any, str], Any] | None) -> Any:
         if isinstance(leaf, Tensor):
             return self.put(leaf, name)
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init}
-            slots = {key: self.put(value, f"{name}.{key}") for key, value in found.items() if isinstance(value, Tensor)}
+            values = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init}
+            slots = {key: self.put(v, f"{name}.{key}") for key, v in values.items() if isinstance(v, Tensor)}
             return _Fields(leaf, slots) if slots else leaf
         return special(leaf, name) if special else leaf

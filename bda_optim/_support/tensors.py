@@ -19,28 +19,28 @@ def is_differentiable(tensor: Tensor) -> bool:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is cut up and lies on several ranks."""
-    module = sys.modules.get("torch.distributed.tensor")  # two seconds to import; whoever has a DTensor has done so
+    """Whether a tensor is a DTensor, distributed over several ranks."""
+    module = sys.modules.get("torch.distributed.tensor")  # not imported here: that takes two seconds
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def refuse_sharded(name: str, tensor: Tensor) -> None:
-    """Raise where an inner loop is given a tensor that lies on several ranks."""
+    """Raise if a tensor is distributed over several ranks: an inner loop computes with plain tensors."""
     if is_sharded(tensor):
         raise TypeError(
-            f"an inner loop cannot compute with a DTensor, of which `fully_shard` makes parameters; got {name}. Use a "
+            f"an inner loop cannot compute with a DTensor, such as a parameter after `fully_shard`; got {name}. Use a "
             "plain copy of the module, `bda_optim.distributed.Averager(module, local=copy)`, or `tensor.full_tensor()`."
         )
 
 
 def describe(tensor: Tensor) -> str:
-    """Say what a tensor is, for messages: shape, dtype and device."""
+    """Describe a tensor for messages: shape, dtype and device."""
     shape = "x".join(map(str, tensor.shape)) or "scalar"
     return f"{shape} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
 def layout(tensor: Tensor) -> tuple[Any, ...]:
-    """Return all of a tensor that a compiled program depends on, but its values."""
+    """Return everything about a tensor that a compiled program depends on, except its values."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 

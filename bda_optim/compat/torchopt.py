@@ -29,10 +29,10 @@ from torch import Tensor
 
 from bda_optim._step.aggregation import aggregate, is_zero, weight
 from bda_optim._step.gradients import gradient
+from bda_optim._step.proximal import NO_HYPER
 from bda_optim._step.rules.resolve import resolve
 from bda_optim._step.settings import check_group, complete
 from bda_optim._support.types import Move, Rule
-from bda_optim.prox import NO_HYPER
 
 try:
     import torchopt

@@ -118,15 +118,15 @@ EDITS: dict[str, Edit] = {
     ),
     "dampening ignored": Edit("_step/rules/sgd.py", 'weight = 1 - s["dampening"]', "weight = 1.0"),
     "maximize ignored": Edit(
-        "_step/rules/base.py", 'grad = -grad if s["maximize"] else grad\n    coupled', "grad = grad\n    coupled"
+        "_step/rules/arithmetic.py", 'grad = -grad if s["maximize"] else grad\n    coupled', "grad = grad\n    coupled"
     ),
     "weight decay with the wrong sign": Edit(
-        "_step/rules/base.py", 'return _add(grad, at, s["weight_decay"])', 'return _add(grad, at, -s["weight_decay"])'
+        "_step/rules/arithmetic.py", 'return add(grad, y, s["weight_decay"])', 'return add(grad, y, -s["weight_decay"])'
     ),
     "Adam's bias correction off by one": Edit(
         "_step/rules/adam.py",
-        '_power(beta, new["step"]) for beta in s["betas"])\n        direction',
-        '_power(beta, new["step"] + 1) for beta in s["betas"])\n        direction',
+        'power(beta, new["step"]) for beta in s["betas"])\n        direction',
+        'power(beta, new["step"] + 1) for beta in s["betas"])\n        direction',
     ),
     "Adam's eps where higher has it": Edit("_step/rules/adam.py", 'c1 * s["eps"]', 's["eps"]'),
     "amsgrad forgets": Edit(
@@ -134,7 +134,7 @@ EDITS: dict[str, Edit] = {
     ),
     "AdamW is Adam": Edit("_step/rules/adam.py", '"decoupled_weight_decay": True}', '"decoupled_weight_decay": False}'),
     "roots with an infinite slope at 0": Edit(
-        "_step/rules/base.py", "zero = x <= 0", "zero = x < 0", "tests/test_rule_derivatives.py -k vanish"
+        "_step/rules/arithmetic.py", "zero = x <= 0", "zero = x < 0", "tests/test_rule_derivatives.py -k vanish"
     ),
     "centred variance is not": Edit("_step/rules/adaptive.py", "mean, mean, value=-1", "mean, mean, value=0"),
     "Adagrad's decay one step early": Edit("_step/rules/adaptive.py", '1 + step * s["lr_decay"]', '1 + (step + 1) * s["lr_decay"]'),
@@ -142,26 +142,26 @@ EDITS: dict[str, Edit] = {
     "NAdam's product does not grow": Edit("_step/rules/adam.py", 'state["mu_product"] * mu', "mu"),
     "RAdam never rectifies": Edit("_step/rules/adam.py", "settled = length > 5", "settled = length > 500"),
     "Adadelta remembers gradients": Edit(
-        "_step/rules/adaptive.py", '_mean_square(state["acc_delta"], delta', '_mean_square(state["acc_delta"], grad'
+        "_step/rules/adaptive.py", 'mean_square(state["acc_delta"], delta', 'mean_square(state["acc_delta"], grad'
     ),
     "ASGD's rate stays": Edit("_step/rules/adaptive.py", '"eta": eta_next', '"eta": eta'),
     "Rprop grows at a turn": Edit("_step/rules/adaptive.py", "masked_fill(turned, shrink)", "masked_fill(turned, grow)"),
     "FISTA extrapolates from the first step on": Edit(
-        "_step/rules/fista.py", "_pick(before > 1, before - 1, 0.0) / now", "_pick(before > 0, before, 0.5) / now"
+        "_step/rules/fista.py", "pick(before > 1, before - 1, 0.0) / now", "pick(before > 0, before, 0.5) / now"
     ),
     "Adafactor does not clip": Edit(
-        "_step/rules/adaptive.py", 'clamp(min=1.0))\n        if _is_on', 'clamp(min=0.5))\n        if _is_on'
+        "_step/rules/adaptive.py", 'clamp(min=1.0))\n        if is_on', 'clamp(min=0.5))\n        if is_on'
     ),
     "a mean over no elements": Edit(
         "_step/rules/base.py", "if grad is None or param.numel() == 0:", "if grad is None:",
         "tests/test_rules.py -k without_elements"
     ),
     # Proximal maps and schedules.
-    "soft threshold grows": Edit("prox.py", "0.0, y - threshold * y.sign()", "0.0, y + threshold * y.sign()"),
+    "soft threshold grows": Edit("_step/proximal.py", "0.0, y - threshold * y.sign()", "0.0, y + threshold * y.sign()"),
     "elastic net without its shrinkage": Edit("prox.py", ".div(1 + step *", ".div(1 + 0 * step *"),
     "group lasso without its norms": Edit("prox.py", "y * (1 - threshold / torch", "y * (1 - 0 * threshold / torch"),
     "radius of a ball is a constant": Edit("prox.py", "y * (radius / torch", "y * (radius.detach() / torch"),
-    "water level is a constant": Edit("prox.py", "level = (torch.where(active, v, 0.0).sum() - total) / count",
+    "water level is a constant": Edit("_step/proximal.py", "level = (torch.where(active, v, 0.0).sum() - total) / count",
                                       "level = ((torch.where(active, v, 0.0).sum() - total) / count).detach()"),
     "harmonic off by one": Edit("_step/schedules.py", "return _scalar(self.c) / k\n", "return _scalar(self.c) / (k + 1)\n"),
     "geometric off by one": Edit("_step/schedules.py", "_scalar(self.decay) ** (k - 1)", "_scalar(self.decay) ** k"),
@@ -184,7 +184,7 @@ EDITS: dict[str, Edit] = {
     ),
     "closures hold the user's module": Edit(
         "_modules/rewire.py",
-        "return _rebound(value, twins, places)",
+        "return self._rebound(value)",
         "return value",
         "tests/test_functional.py -k closures",
     ),

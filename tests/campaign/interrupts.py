@@ -59,6 +59,9 @@ class Lines:
         sys.settrace(self._before)
 
 
+UNDOING = ("__exit__", "leave", "undo", "_undo", "undo_despite_interrupts")
+
+
 @functools.cache
 def tidying(path: str) -> set[int]:
     """The lines of a file that run on the way out: of `finally` and of `__exit__`."""
@@ -67,7 +70,7 @@ def tidying(path: str) -> set[int]:
         bodies: list[ast.stmt] = []
         if isinstance(node, ast.Try):
             bodies = node.finalbody
-        elif isinstance(node, ast.FunctionDef) and node.name in ("__exit__", "leave", "tidy", "_tidy", "_surely"):
+        elif isinstance(node, ast.FunctionDef) and node.name in UNDOING:
             bodies = [node]
         elif isinstance(node, ast.With):  # leaving it is an event of its first line
             found.add(node.lineno)

@@ -6,28 +6,19 @@ import torch
 from torch import Tensor
 
 from ..._support.types import Move, RuleState, Settings
-from .base import (
-    ParameterRule,
-    _decoupled,
-    _lerp,
-    _lower,
-    _moments,
-    _pick,
-    _power,
-    _root,
-    _settings,
-)
+from .arithmetic import decoupled, descent, lerp, moments, pick, power, root
+from .base import ParameterRule, read_only
 
 
 class Adam(ParameterRule):
     """Descent scaled by the moments of the gradient, with their bias corrected.
 
     ``m = b1 m + (1 - b1) g``, ``v = b2 v + (1 - b2) g^2``,
-    ``D = lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)``; amsgrad puts the largest v so far in place of v.
+    ``D = lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)``; `amsgrad` replaces v by the largest v so far.
     References: Kingma & Ba, Adam, ICLR 2015; Reddi et al., On the convergence of Adam and beyond, ICLR 2018.
     """
 
-    defaults = _settings(
+    defaults = read_only(
         lr=1e-3,
         betas=(0.9, 0.999),
         eps=1e-8,
@@ -40,13 +31,13 @@ class Adam(ParameterRule):
     _optional = (("max_exp_avg_sq", "amsgrad"),)
 
     def _move(self, grad: Tensor, state: RuleState, param: Tensor, s: Settings) -> tuple[Move, RuleState]:
-        new = _moments(_lower(grad, param, s), state, s["betas"])
+        new = moments(descent(grad, param, s), state, s["betas"])
         square = new["exp_avg_sq"]
         if s["amsgrad"]:
             square = new["max_exp_avg_sq"] = torch.maximum(state["max_exp_avg_sq"], square)
-        c1, c2 = (1 - _power(beta, new["step"]) for beta in s["betas"])
-        direction = new["exp_avg"] / (_root(square) * (c1 / c2**0.5) + c1 * s["eps"])
-        return _decoupled(direction, param, s), new
+        c1, c2 = (1 - power(beta, new["step"]) for beta in s["betas"])
+        direction = new["exp_avg"] / (root(square) * (c1 / c2**0.5) + c1 * s["eps"])
+        return decoupled(direction, param, s), new
 
 
 class AdamW(Adam):
@@ -55,7 +46,7 @@ class AdamW(Adam):
     Reference: Loshchilov & Hutter, Decoupled weight decay regularization, ICLR 2019.
     """
 
-    defaults = _settings(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, maximize=False)
+    defaults = read_only(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, maximize=False)
 
     def _move(self, grad: Tensor, state: RuleState, param: Tensor, s: Settings) -> tuple[Move, RuleState]:
         return super()._move(grad, state, param, {**s, "decoupled_weight_decay": True})
@@ -68,15 +59,16 @@ class Adamax(ParameterRule):
     Reference: Kingma & Ba, Adam, section 7.1, ICLR 2015.
     """
 
-    defaults = _settings(lr=2e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, maximize=False)
+    defaults = read_only(lr=2e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, maximize=False)
     _zeros = ("exp_avg", "exp_inf")
 
     def _move(self, grad: Tensor, state: RuleState, param: Tensor, s: Settings) -> tuple[Move, RuleState]:
-        (beta1, beta2), step = s["betas"], state["step"] + 1
-        grad = _lower(grad, param, s)
-        mean = _lerp(state["exp_avg"], grad, 1 - beta1)
+        beta1, beta2 = s["betas"]
+        step = state["step"] + 1
+        grad = descent(grad, param, s)
+        mean = lerp(state["exp_avg"], grad, 1 - beta1)
         norm = torch.maximum(beta2 * state["exp_inf"], grad.abs() + s["eps"])
-        direction = mean / (norm * (1 - _power(beta1, step)))
+        direction = mean / (norm * (1 - power(beta1, step)))
         return Move(direction, s["lr"]), {"step": step, "exp_avg": mean, "exp_inf": norm}
 
 
@@ -88,7 +80,7 @@ class NAdam(ParameterRule):
     Reference: Dozat, Incorporating Nesterov momentum into Adam, ICLR workshop 2016.
     """
 
-    defaults = _settings(
+    defaults = read_only(
         lr=2e-3,
         betas=(0.9, 0.999),
         eps=1e-8,
@@ -105,18 +97,19 @@ class NAdam(ParameterRule):
         return {**super()._start(param, s), "mu_product": product}
 
     def _move(self, grad: Tensor, state: RuleState, param: Tensor, s: Settings) -> tuple[Move, RuleState]:
-        (beta1, beta2), decay = s["betas"], s["momentum_decay"]
-        grad = _lower(grad, param, s)
-        new = _moments(grad, state, s["betas"])
+        beta1, beta2 = s["betas"]
+        decay = s["momentum_decay"]
+        grad = descent(grad, param, s)
+        new = moments(grad, state, s["betas"])
         mu, mu_next = (beta1 * (1 - 0.5 * 0.96 ** (t * decay)) for t in (new["step"], new["step"] + 1))
         product = new["mu_product"] = state["mu_product"] * mu
         ahead = grad * ((1 - mu) / (1 - product)) + new["exp_avg"] * (mu_next / (1 - product * mu_next))
-        direction = ahead / (_root(new["exp_avg_sq"]) / (1 - _power(beta2, new["step"])) ** 0.5 + s["eps"])
-        return _decoupled(direction, param, s), new
+        direction = ahead / (root(new["exp_avg_sq"]) / (1 - power(beta2, new["step"])) ** 0.5 + s["eps"])
+        return decoupled(direction, param, s), new
 
 
 class RAdam(ParameterRule):
-    """Adam that waits for the variance of its step to settle.
+    """Adam that is not adaptive until the variance of its step has settled.
 
     ``rho_inf = 2 / (1 - b2) - 1``, ``rho = rho_inf - 2 t b2^t / (1 - b2^t)``, ``D = lr (m / (1 - b1^t)) l`` with
     ``l = sqrt((rho-4)(rho-2) rho_inf / ((rho_inf-4)(rho_inf-2) rho)) sqrt(1 - b2^t) / (sqrt(v) + eps)`` once rho > 5,
@@ -124,19 +117,20 @@ class RAdam(ParameterRule):
     Reference: Liu et al., On the variance of the adaptive learning rate and beyond, ICLR 2020.
     """
 
-    defaults = _settings(
+    defaults = read_only(
         lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled_weight_decay=False, maximize=False
     )
     _zeros = ("exp_avg", "exp_avg_sq")
 
     def _move(self, grad: Tensor, state: RuleState, param: Tensor, s: Settings) -> tuple[Move, RuleState]:
-        new = _moments(_lower(grad, param, s), state, s["betas"])
-        power1, power2 = (_power(beta, new["step"]) for beta in s["betas"])
+        new = moments(descent(grad, param, s), state, s["betas"])
+        power1, power2 = (power(beta, new["step"]) for beta in s["betas"])
         limit = 2 / (1 - s["betas"][1]) - 1
         length = limit - 2 * new["step"] * power2 / (1 - power2)
         settled = length > 5
-        # 6 stands in before: the square root of the unused branch must not be NaN, whose derivative times 0 is NaN.
-        limit, length = _pick(settled, limit, 6.0), _pick(settled, length, 6.0)
+        # Until then 6 takes its place: were the square root of the unused branch NaN, so would be its derivative.
+        limit = pick(settled, limit, 6.0)
+        length = pick(settled, length, 6.0)
         rectifier = ((length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)) ** 0.5
-        factor = _pick(settled, rectifier * (1 - power2) ** 0.5 / (_root(new["exp_avg_sq"]) + s["eps"]), 1.0)
-        return _decoupled(new["exp_avg"] / (1 - power1) * factor, param, s), new
+        factor = pick(settled, rectifier * (1 - power2) ** 0.5 / (root(new["exp_avg_sq"]) + s["eps"]), 1.0)
+        return decoupled(new["exp_avg"] / (1 - power1) * factor, param, s), new

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..._support.tree import detach, flatten, tensors, unflatten
-from ..._support.types import Move, RuleState, Settings
-from .base import _settings
+from ..._support.types import Move, Rule, RuleState, Settings
+from .base import read_only
 from .sgd import SGD
 
 
@@ -25,55 +25,49 @@ class _Form(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Transformation:
-    """A torchopt transformation as a rule: ``D = -u``, u being what it makes of the gradients of one parameter group.
+class Transformation(Rule):
+    """A torchopt transformation as a rule: ``D = -u``, where u is what it makes of the gradients of a parameter group.
 
-    Any object with ``init(params)`` and ``update(updates, state, params=, inplace=)`` will do, if it is a pure function
-    whose state keeps its structure; both are tried out. The rate is the transformation's own, so that `lr` is left out
-    (except for the step of a prox) and alpha > 0 needs an `upper_lr`. A parameter without a gradient stays, and so does
-    its state. Derivatives are those of the transformation: torchopt's Adam has NaN at zero gradients, and its
-    `clip_grad_norm` takes the norm as a constant.
+    Any object with ``init(params)`` and ``update(updates, state, params=, inplace=)`` is accepted if it is a pure
+    function whose state keeps its structure; both are tested. The rate is the transformation's own, so `lr` is left
+    out (except as the step of a prox), and alpha > 0 needs an `upper_lr`. A parameter without a gradient keeps its
+    value and its state. Derivatives are those of the transformation: torchopt's Adam has NaN at zero gradients, and
+    its `clip_grad_norm` treats the norm as a constant.
     """
 
     transformation: Any
     _forms: dict[Any, _Form] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    name: ClassVar[str] = "Transformation"
-    defaults: ClassVar[Mapping[str, Any]] = _settings(lr=None)
-    elementwise: ClassVar[bool] = False
+    defaults: ClassVar[Mapping[str, Any]] = read_only(lr=None)
 
     def __deepcopy__(self, memo: Any) -> Transformation:
-        return self  # functions have nothing to copy; torchopt's chains fail at it
+        return self  # functions have nothing to copy, and torchopt's chains cannot be copied
 
     def validate(self, settings: Settings) -> None:
         """Raise where `lr`, the step of a prox, is neither a number nor a tensor."""
-        _PLAIN.validate({key: value for key, value in settings.items() if key != "lr" or value is not None})
+        SGD().validate({key: value for key, value in settings.items() if key != "lr" or value is not None})
 
     def init(self, params: Sequence[Tensor], settings: Settings) -> RuleState:
         """Return the leaves of the transformation's state, under the names of its parts."""
         leaves = flatten(self.transformation.init(tuple(params)))[0]
         return {self._form(params).kind: detach(leaves)}
 
-    def point(self, params: Sequence[Tensor], state: Any, settings: Settings) -> Sequence[Tensor]:
-        """Return where the gradients are taken: at the parameters themselves."""
-        return params
-
     def update(
         self, grads: Sequence[Tensor | None], state: Any, params: Sequence[Tensor], settings: Settings
     ) -> tuple[list[Move | None], RuleState]:
-        """Return one move per parameter (None: it had no gradient and stays) and the new state."""
+        """Return one move per parameter (None if it has no gradient and stays) and the new state."""
         form = self._form(params)
         leaves = state.get(form.kind)
         if leaves is None or len(leaves) != len(form.types):
-            raise ValueError(f"the transformation's state is one of {form.kind}; got one of {', '.join(state)}.")
+            raise ValueError(f"the transformation's state must be one of {form.kind}; got one of {', '.join(state)}.")
         before = [_restored(leaf, kind) for leaf, kind in zip(leaves, form.types, strict=True)]
         tracked = torch.is_grad_enabled()
-        shown = tuple(grads)
+        passed = tuple(grads)
         if form.needs_graph and not tracked:
-            shown = tuple(None if g is None else g.detach().requires_grad_() for g in grads)
+            passed = tuple(None if g is None else g.detach().requires_grad_() for g in grads)
         with torch.set_grad_enabled(tracked or form.needs_graph):
             updates, after = self.transformation.update(
-                shown, unflatten(before, form.structure), params=tuple(params), inplace=False
+                passed, unflatten(before, form.structure), params=tuple(params), inplace=False
             )
         new = [_kept(*entry) for entry in zip(flatten(after)[0], before, leaves, strict=True)]
         moves = [None if g is None or u is None else Move(u, -1.0) for g, u in zip(grads, updates, strict=True)]
@@ -96,7 +90,7 @@ class Transformation:
     def _needs_graph(self, params: tuple[Tensor, ...]) -> bool:
         """Update twice from the same state, and return whether the gradients must require grad.
 
-        torchopt's momentum remembers its first call, and treats that differently: this one is over before it matters.
+        torchopt's momentum remembers its first call and treats it differently: the calls here come before it matters.
         """
         state = self.transformation.init(params)
 
@@ -111,21 +105,23 @@ class Transformation:
         try:
             first = call(False)
         except RuntimeError:
-            needs_graph, first = True, call(True)
+            needs_graph = True
+            first = call(True)
         second = call(needs_graph)
         if repr(flatten(first[1])[1]) != repr(flatten(state)[1]):
             raise ValueError("a transformation's state must keep its structure; got another after an update.")
         pairs = zip(tensors(first), tensors(second), strict=True)
         if not all(torch.equal(a, b) for a, b in pairs if not a.isnan().any()):
             raise ValueError(
-                "a transformation must be a pure function, for a rollout to be replayed; got two results for the same "
-                "arguments, as of torchopt's momentum with dampening. Use `rule=torch.optim.SGD` and its `dampening=`."
+                "a transformation must be a pure function, so that a rollout can be replayed; got two results for the "
+                "same arguments, as of torchopt's momentum with dampening. Use `rule=torch.optim.SGD` and its "
+                "`dampening=`."
             )
         return needs_graph
 
 
 def _parts(state: Any) -> list[str]:
-    """The names of the named tuples of a state that hold anything."""
+    """Return the names of the named tuples of a state that are not empty."""
     if not isinstance(state, tuple | list) or not state:
         return []
     own = [type(state).__name__] if hasattr(state, "_fields") else []
@@ -140,12 +136,10 @@ def _restored(leaf: Any, kind: torch.dtype | type) -> Any:
 
 
 def _kept(leaf: Any, before: Any, given: Any) -> Any:
-    """A leaf of the new state; a number that was given as a tensor stays one.
+    """Return a leaf of the new state; a number that was given as a tensor stays a tensor.
 
-    torchopt puts None into the state of a parameter without a gradient, and never moves it again: keep what was there.
+    torchopt puts None into the state of a parameter without a gradient, which then never moves again; so the old leaf
+    is kept.
     """
     leaf = before if leaf is None else leaf
     return leaf if isinstance(leaf, Tensor) or not isinstance(given, Tensor) else torch.full_like(given, leaf)
-
-
-_PLAIN = SGD()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bda_optim._context.forward import refuse_checkpoint, surroundings
-from bda_optim._modules.rewire import Place, _Entries
+from bda_optim._modules.rewire import Place, TupleEntries
 from bda_optim._modules.skeleton import Skeleton
 from bda_optim._support.torch_private import inside_checkpoint
 
@@ -209,8 +209,8 @@ class _Attributes:
 def _spots(place: Place, owners: dict[int, nn.Module]) -> Spots:
     """Return the spots of a tensor, without any that would keep a module of the tree alive."""
     for container, _ in place.spots:
-        if isinstance(container, _Entries) and id(container._container) in owners:  # a tuple that is an attribute
-            container._container = _Attributes(owners[id(container._container)])
+        if isinstance(container, TupleEntries) and id(container.container) in owners:  # a tuple that is an attribute
+            container.container = _Attributes(owners[id(container.container)])
     return [(_Attributes(owners[id(c)]) if id(c) in owners else c, key) for c, key in place.spots]
 
 

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bda_optim._step.aggregation import at_step, is_zero, weight
-from bda_optim._step.rules.base import _FIXED
+from bda_optim._step.proximal import NO_HYPER
+from bda_optim._step.rules.base import FIXED, ParameterRule
+from bda_optim._step.rules.memory import complete_entry
 from bda_optim._step.schedules import from_plain, to_plain
 from bda_optim._step.settings import AGGREGATION, check_group
 from bda_optim._step.update import Group, Update, refuse_extrapolation
 from bda_optim._support.slots import Template
 from bda_optim._support.types import InnerState, Rule
-from bda_optim.prox import NO_HYPER
 
 from ._diffopt import DifferentiableOptimizer, Grouped
 from ._override import Override
@@ -70,7 +71,7 @@ class RuleOptimizer(DifferentiableOptimizer):
     def learnable(cls, opt: Optimizer) -> set[str]:
         """Return the names, in torch.optim's spelling, of the settings of an optimizer that have a derivative."""
         rule = opt.rule if cls.aggregates else cls.rule  # type: ignore[attr-defined]
-        names = {name for name, value in rule.defaults.items() if name not in _FIXED and not isinstance(value, bool)}
+        names = {name for name, value in rule.defaults.items() if name not in FIXED and not isinstance(value, bool)}
         if any(group.get("nesterov") for group in opt.param_groups):
             names.discard("dampening")  # Nesterov's form requires it to be 0
         return names | {"alpha", "upper_lr"} if cls.aggregates else {cls._spelled(name) for name in names}
@@ -190,12 +191,10 @@ class RuleOptimizer(DifferentiableOptimizer):
         """
         if not entry:
             return start
-        if self._foreign[index] or not start.keys() <= entry.keys():
-            adopted = self.rule.adopt(entry, param, settings, index=place)  # type: ignore[attr-defined]
-            if self._foreign[index]:
-                return adopted
-            entry = {**adopted, **entry}
-        return {name: _restored(entry[name], value) for name, value in start.items()}
+        if self._foreign[index] and isinstance(self.rule, ParameterRule):
+            return self.rule.adopt(entry, param, settings, index=place)
+        completed = complete_entry(start, entry)
+        return {name: _restored(completed[name], value) for name, value in start.items()}
 
     def _selected(self, name: str, value: Any, live: list[int]) -> Any:
         """Return a list with one entry per parameter without those of the frozen ones."""
