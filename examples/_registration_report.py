@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import matplotlib
 import torch
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from PIL import Image
 
 PLAIN, BDA, EXACT = "#0072B2", "#D55E00", "#222222"
 STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
@@ -74,6 +76,13 @@ def figure(found: Mapping[str, Any], picture: Mapping[str, Any]) -> Figure:
     return fig
 
 
+def write_small(fig: Figure, file: IO[bytes]) -> None:
+    """Write a PNG of 128 colors: half of the size."""
+    picture = io.BytesIO()
+    fig.savefig(picture, dpi=110)
+    Image.open(picture).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(file, "png", optimize=True)
+
+
 def draw_line(ax: Any, line: Mapping[str, Any], c: float) -> None:
     for name, color in (("alpha = 0", PLAIN), ("BDA", BDA)):
         for curve in line[name]:
@@ -95,13 +104,14 @@ def draw_plane(ax: Any, found: Mapping[str, Any], plane: Mapping[str, Any]) -> N
     levels = torch.tensor(plane["phi"]).quantile(torch.linspace(0, 1, 13)).unique().tolist()
     if len(levels) > 1:
         ax.contour(plane["axis"], plane["axis"], plane["phi"], levels=levels, colors="#d0d0d0", linewidths=0.8)
+    optimum = found["optimum"]["x"]
+    ax.plot(optimum[1], optimum[0], "o", color=EXACT, markersize=15, markerfacecolor="none", markeredgewidth=1.3)
+    ax.annotate("optimum", (optimum[1], optimum[0]), (10, 7), textcoords="offset points", fontsize=9)
+    ax.plot(0, 0, "x", color=EXACT, markersize=7, markeredgewidth=1.4)
+    ax.annotate("start of the search", (0, 0), (6, 6), textcoords="offset points", fontsize=9)
     for name, color, marker in (("alpha = 0", PLAIN, "o"), ("BDA", BDA, "D")):
-        runs = [run["x"] for run in found["runs"] if run["method"] == name]
-        down, right = zip(*runs, strict=True)
-        ax.plot(right, down, marker, color=color, markersize=6, markeredgecolor="white", markeredgewidth=0.7)
-    for point, marker, size, text in (([0.0, 0.0], "x", 7, "start"), (found["optimum"]["x"], "+", 13, "optimum")):
-        ax.plot(point[1], point[0], marker, color=EXACT, markersize=size, markeredgewidth=1.4)
-        ax.annotate(text, (point[1], point[0]), (7, 7), textcoords="offset points", fontsize=9)
+        down, right = zip(*(run["x"] for run in found["runs"] if run["method"] == name), strict=True)
+        ax.plot(right, down, marker, color=color, markersize=6, markeredgecolor="white", markeredgewidth=0.6)
     ax.set_aspect("equal")
     ax.set_xlabel("velocity to the right, px")
     ax.set_ylabel("velocity downwards, px")

@@ -96,10 +96,12 @@ def load(root: Path | None) -> dict[str, Part]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder with FashionMNIST/; without it: digits")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of the batches")
+    parser.add_argument("--smoke", action="store_true", help="five steps")
     args = parser.parse_args()
     data = load(args.data)
     settings = Settings([0.1] * 6, [0.9] * 6, [5e-4] * 6, 0.0)
-    model = train(network(0), batches(data["train"], 0, STEPS), settings)
+    model = train(network(args.seed), batches(data["train"], args.seed, 5 if args.smoke else STEPS), settings)
     print(f"test accuracy: {accuracy(model, data['test']):.2f} %")
 
 

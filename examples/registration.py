@@ -25,6 +25,7 @@ Controls, in --full: alpha = 0 with the lower loss f + lambda F; alpha = 0 with 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable
@@ -33,7 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from _registration_report import figure, tables
+from _registration_report import figure, tables, write_small
 from _run import Checkpoint, arguments, provenance, wait_while_paused, write_atomically, write_json
 from _scene import QUADRATIC, TOTAL_VARIATION, Prior, Scene, draw_starts, phi, photographs, scene
 from scipy.optimize import minimize
@@ -255,18 +256,20 @@ def optimum_of(of: Scene) -> dict[str, Any]:
     return {"x": x.tolist(), "upper": of.prior.value(y).item(), "image_error": error, "image": y.tolist()}
 
 
-def work(job: Job, args: argparse.Namespace) -> dict[str, Any]:
-    """Recover one scene from all starts by all methods; with --resume what is finished is read."""
-    of, starts = job.scene, job.starts
+def saved(args: argparse.Namespace, of: Scene, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `make` makes; with --resume what is finished is read."""
     settings = {"scene": of.name, "steps": STEPS, "lower_lr": LOWER_LR, "forgotten": FORGOTTEN}
+    path = args.out / "runs" / f"{of.name}, {name}.pt".replace(" ", "_")
+    checkpoint = Checkpoint(path, settings, resume=args.resume)
+    state = checkpoint.load() or make()
+    checkpoint.save(state)
+    return state
 
-    def once(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        path = args.out / "runs" / f"{of.name}, {name}.pt".replace(" ", "_")
-        checkpoint = Checkpoint(path, settings, resume=args.resume)
-        state = checkpoint.load() or make()
-        checkpoint.save(state)
-        return state
 
+def work(job: Job, args: argparse.Namespace) -> dict[str, Any]:
+    """Recover one scene from all starts by all methods."""
+    of, starts = job.scene, job.starts
+    once = functools.partial(saved, args, of)
     chosen = once("c", lambda: dict(zip(("c", "tried"), choose_c(of, starts.values()), strict=True)))
     methods = [Method("alpha = 0", compile=args.full), Method("BDA", bda.harmonic(chosen["c"]), compile=args.full)]
     if job.controls:
@@ -310,8 +313,8 @@ def main() -> None:
         STEPS, LINE, PLANE, COUNTS = 100, [0.0, 0.5, 1.0], [-1.2, 0.0, 1.2], (10, 25)
     todo = jobs(args)
     found = [work(job, args) for job in todo]
-    picture = shown(todo[0], found[0])
-    write_atomically(args.out / "registration.png", lambda file: figure(found[0], picture).savefig(file, dpi=110))
+    picture = saved(args, todo[0].scene, "figure", lambda: shown(todo[0], found[0]))
+    write_atomically(args.out / "registration.png", lambda file: write_small(figure(found[0], picture), file))
     for result in found:
         for run in (result["optimum"], *result["runs"]):
             del run["image"]
