@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from memory import Memory
 from problems import difference_quotients, double, leaf, lower, no_collector, relative_error, upper
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import bda_optim as bda
 from bda_optim._adjoints.revolve import reevaluations, segments, split
@@ -292,33 +291,6 @@ def test_all_slots_are_used_in_a_long_loop(slots: int) -> None:
     watched = run_watched(bda.Checkpointed(slots=slots), 60)
     assert watched.kept == slots
     assert watched.evaluations == 60 + reevaluations(60, slots)
-
-
-class Memory(TorchDispatchMode):
-    """The bytes of all tensors that operations inside this context made, now and at most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                self._note(value.untyped_storage())
-        return result
-
-    def _note(self, storage: Any) -> None:
-        if storage._cdata not in self._known:
-            self._known.add(storage._cdata)
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
 
 
 def peak_states(adjoint: Any, steps: int, size: int = 512) -> float:

@@ -44,7 +44,7 @@ class Carry:
     ([tensor([1., 1.])], 3)
     """
 
-    v: list[Tensor] | None = None
+    v: list[Tensor] | None = dataclasses.field(default=None, repr=False)
     iterations: int = 0
     residual: float = math.nan
     moved: float = math.nan

@@ -13,6 +13,7 @@ from torch import Tensor
 from .._support.tree import replace_tensors, tensors
 from .base import Adjoint, Cotangents, Items, Result, Step, as_step, check_adjoint
 from .forward_mode import ForwardMode
+from .implicit import Implicit
 from .unroll import Unroll
 
 
@@ -32,7 +33,7 @@ class Guarded:
     when the backward pass arrives at the first step.
 
     Args:
-        within: The adjoint to be guarded; any but `ForwardMode`, which has no backward sweep.
+        within: The adjoint to be guarded; any but `ForwardMode` and `Implicit`, which have no backward sweep.
         limit: The largest norm that is not an error.
         clip: The largest norm that is passed on.
 
@@ -60,6 +61,11 @@ class Guarded:
         check_adjoint("within", self.within)
         inside: Any = self.within
         while inside is not None:
+            if isinstance(inside, Implicit):
+                raise ValueError(
+                    "`Implicit` differentiates the fixed point and no step, so that there are no adjoints to guard; "
+                    f"got within={self.within!r}. Use `Implicit()` alone."
+                )
             if isinstance(inside, ForwardMode):
                 raise ValueError(
                     "`ForwardMode` carries tangents forward and has no adjoints to guard. Use another one."

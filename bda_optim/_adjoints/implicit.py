@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._step.stationary import StationaryMap
 from .._support import autograd_graph
+from .._support.checks import check_count
 from .._support.slots import Slot
 from .._support.tensors import any_requires_grad, describe
 from .._support.tree import detach, flatten, map_tensors, tensors
@@ -69,7 +70,7 @@ class Implicit:
     tol: float | None = None
     limit: int = 100
     settle: int = 0
-    batch: Any = dataclasses.field(default=None, compare=False)
+    batch: Any = dataclasses.field(default=None, compare=False, repr=False)
     carry: Carry | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -84,10 +85,9 @@ class Implicit:
             raise ValueError(f"`solver` must be one of {names}; got {self.solver!r}.")
         if self.tol is not None and not (_is_number(self.tol) and self.tol > 0):
             raise ValueError(f"`tol` must be a positive number; got {self.tol!r}. Leave it out for 1e-6.")
-        for name, least in (("limit", 1), ("settle", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"`{name}` must be a whole number of at least {least}; got {value!r}.")
+        object.__setattr__(self, "limit", check_count("limit", self.limit))
+        if not isinstance(self.settle, int) or isinstance(self.settle, bool) or self.settle < 0:
+            raise ValueError(f"`settle` must be a whole number of at least 0; got {self.settle!r}. Pass an integer.")
         if self.carry is not None and not isinstance(self.carry, Carry):
             raise TypeError(f"`carry` must be a `Carry`; got {type(self.carry).__name__}. Use `carry=bda.Carry()`.")
 

@@ -7,6 +7,7 @@
 | `Checkpointed(slots=s)` | exact | K + t(K, s) | s states | for very long K |
 | `ForwardMode()` | exact | K | P states | for a handful (P) of upper scalars and any K |
 | `Truncated(last=T)` | biased | K | T graphs | where old steps matter little |
+| `Implicit()` | of the fixed point | K + 1 | 1 graph | where the loop has converged, or alpha > 0 |
 | `FirstOrder()` | biased | K | K small graphs | first-order MAML |
 """
 
@@ -23,6 +24,7 @@ from .._support.checks import check_count
 from .._support.tensors import any_requires_grad
 from .._support.tree import detach, tensors
 from .base import Adjoint, Items, Result, as_step, check_adjoint
+from .implicit import Implicit
 from .replay import replayed
 
 
@@ -107,6 +109,11 @@ class Truncated:
         """Check the options."""
         object.__setattr__(self, "last", check_count("last", self.last))
         check_adjoint("within", self.within)
+        if isinstance(self.within, Implicit):
+            raise ValueError(
+                "`Implicit` differentiates the fixed point and no step, so that there is nothing to truncate; got "
+                f"within={self.within!r}. Use `Implicit()` alone."
+            )
 
     def __call__(self, step: Any, state: Any, hyper: tuple[Tensor, ...], items: Items) -> Result:
         """Run K - T steps without a graph, then hand over to `within`."""
