@@ -48,7 +48,7 @@ STEPS = 400  # K
 LOWER_LR = 0.4  # 0.94 / L_f: the eigenvalues of A A' end at 2.36
 FORGOTTEN = 0.05  # |dF/dy_0| / |dF/dy_K| at which the search for c stops
 LAMBDAS = (1e-3, 1e-2, 1e-1)  # of the control
-LEARNED_START_ITERATIONS = 100
+LEARNED_START_ITERATIONS = 60
 GRADIENT_TOLERANCE = 1e-4  # of BFGS
 
 
@@ -271,11 +271,12 @@ def work(job: Job, args: argparse.Namespace) -> dict[str, Any]:
     of, starts = job.scene, job.starts
     once = functools.partial(saved, args, of)
     chosen = once("c", lambda: dict(zip(("c", "tried"), choose_c(of, starts.values()), strict=True)))
-    methods = [Method("alpha = 0", compile=args.full), Method("BDA", bda.harmonic(chosen["c"]), compile=args.full)]
+    methods = [Method("alpha = 0"), Method("BDA", bda.harmonic(chosen["c"]))]
     if job.controls:
-        methods += [Method(f"f + {penalty:g} F", penalty=penalty, compile=True) for penalty in LAMBDAS]
+        methods += [Method(f"f + {penalty:g} F", penalty=penalty) for penalty in LAMBDAS]
     if job.learned_start:
-        methods.append(Method("y_0 learned", learned_start=True, compile=True))
+        methods.append(Method("y_0 learned", learned_start=True))
+    methods = [method._replace(compile=args.full and args.data is not None) for method in methods]
     runs = []
     for method, (start, y0) in itertools.product(methods, starts.items()):
         found = once(f"{method.name}, {start}", lambda method=method, y0=y0: recover(of, method, y0))
