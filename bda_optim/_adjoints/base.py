@@ -181,7 +181,8 @@ def refuse_captured(outputs: Sequence[Tensor], inputs: Sequence[Tensor], ends: S
     for leaf in autograd_graph.leaves(outputs, ends):
         if id(leaf) not in known:
             raise ValueError(
-                "a loss uses a tensor that requires grad but is neither in `hyper=` nor in `batches=`; got one of "
+                "a loss uses a tensor that requires grad but is neither in `hyper=` nor in `batches=` (or it is, and a "
+                "closure holds it all the same, as that of a torchopt transformation does); got one of "
                 f"{describe(leaf)}. Its gradient would be lost: pass it in `hyper=` and take it from the loss "
                 "function's second argument, detach it, or use `adjoint=Unroll()`."
             )

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from .._support.types import Rule
+from .clipping import CLIPPING, check_clipping
 
-AGGREGATION: Mapping[str, Any] = {"upper_lr": None, "alpha": 0.0, "prox": None}
+AGGREGATION: Mapping[str, Any] = {"upper_lr": None, "alpha": 0.0, "prox": None, **CLIPPING}
 """The settings that belong to the aggregated step, whatever the rule, with their defaults."""
 
 
@@ -45,7 +46,7 @@ def check_group(rule: Rule, settings: Mapping[str, Any], params: Sequence[Tensor
             raise TypeError(f"`{name}` must be a number, a schedule or a tensor; got {value!r}. {hint}.")
     settings = {**settings, **{n: values[n] for n in ("lr", "upper_lr")}}
     for name, value in settings.items():
-        if isinstance(value, list) and not isinstance(rule.defaults.get(name), tuple):
+        if isinstance(value, list) and not isinstance(rule.defaults.get(name), tuple) and name not in CLIPPING:
             _check_list(name, value, params)
         elif isinstance(value, Tensor) and value.numel() != 1:
             _check_broadcast(name, value, params)
@@ -54,6 +55,7 @@ def check_group(rule: Rule, settings: Mapping[str, Any], params: Sequence[Tensor
     if isinstance(upper_lr, int | float) and not (math.isfinite(upper_lr) and upper_lr >= 0):
         raise ValueError(f"`upper_lr` must be a number of at least 0; got {upper_lr}. Leave it out to follow `lr`.")
     _check_alpha(alpha)
+    check_clipping(settings)
     if rule.defaults["lr"] is None:
         _check_own_rate(rule, settings)
     if prox is not None and not callable(prox):

@@ -175,6 +175,13 @@ def _direction(grad: Tensor, y: Tensor, settings: Settings, place: int) -> Tenso
 def check_rule(name: str, settings: Settings) -> None:
     """Raise where the loop of a rule does not come to rest where the plain map does."""
     alpha = settings["alpha"]
+    bounds = {bound: settings[bound] for bound in ("clip_norm", "clip_value") if settings[bound] is not None}
+    if bounds and not is_zero(alpha):
+        raise ValueError(
+            "the lower gradient is not 0 where an aggregated loop comes to rest, and a clipped one moves that point; "
+            f"got {', '.join(f'{n}={shown(v)}' for n, v in bounds.items())}. Leave the clipping out, or use "
+            "`Checkpointed()`."
+        )
     if name in DESCENT:
         momentum = settings.get("momentum", 0.0)
         if isinstance(momentum, int | float) and momentum >= 1:

@@ -11,6 +11,7 @@ from torch import Tensor
 from .._support.slots import Template
 from .._support.types import InnerState, Move, Rule, Scalar, Settings
 from .aggregation import aggregate, at_step
+from .clipping import clip
 from .gradients import Grads
 from .tasks import TaskMapper
 
@@ -65,7 +66,8 @@ class Update:
         memories = []
         for group, memory, chosen in zip(self.groups, state.rule, settings, strict=True):
             old = [state.params[i] for i in group.members]
-            moves, new_memory = self._moves([lower[i] for i in group.members], memory, old, chosen)
+            grads = clip([lower[i] for i in group.members], chosen, self.tasks)
+            moves, new_memory = self._moves(grads, memory, old, chosen)
             memories.append(new_memory)
             for place, (i, y, move) in enumerate(zip(group.members, old, moves, strict=True)):
                 new = aggregate(

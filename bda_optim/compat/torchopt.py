@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from bda_optim._step.aggregation import aggregate, is_zero, weight
+from bda_optim._step.clipping import clip
 from bda_optim._step.gradients import gradient
 from bda_optim._step.proximal import NO_HYPER
 from bda_optim._step.rules.resolve import resolve
@@ -136,7 +137,8 @@ class _BDA:
                 f"the rule {self.rule.name} takes its gradients at an extrapolated point, torchopt at the parameters. "
                 "Use `bda_optim.hypergradient` or `unroll`."
             )
-        moves, memory = self.rule.update([g for y, g, _ in leaves if y is not None], state.rule, ys, chosen)
+        grads = clip([g for y, g, _ in leaves if y is not None], chosen)
+        moves, memory = self.rule.update(grads, state.rule, ys, chosen)
         numbered = iter(enumerate(moves))
         new = [None if y is None else _change(y, upper, chosen, *next(numbered)) for y, _, upper in leaves]
         found = pytree.tree_unflatten(pytree.tree_structure(updates, none_is_leaf=True), new)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,12 @@ REFUSED: Mapping[str, str] = {
 _PARTS = ("name", "defaults", "elementwise", "validate", "init", "point", "update")
 
 
+@functools.lru_cache(maxsize=64)
+def _transformation(transformation: Any) -> Transformation:
+    """Return a transformation as a rule, the same one each time: it is tried out once."""
+    return Transformation(transformation)
+
+
 def resolve(rule: Any) -> Rule:
     """Return the rule that `rule=` stands for.
 
@@ -48,7 +55,7 @@ def resolve(rule: Any) -> Rule:
         return _of_torch(rule)
     if not isinstance(rule, type) and hasattr(rule, "init") and hasattr(rule, "update"):
         if not hasattr(rule, "defaults"):
-            return Transformation(rule)
+            return _transformation(rule)
     chosen = SGD if rule is None else rule
     if missing := [part for part in _PARTS if not hasattr(chosen, part)]:
         raise TypeError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -9,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._support.checks import user_level
 from ..._support.tree import detach, flatten, tensors, unflatten
 from ..._support.types import Move, Rule, RuleState, Settings
 from .base import read_only
@@ -32,7 +35,8 @@ class Transformation(Rule):
     function whose state keeps its structure; both are tested. The rate is the transformation's own, so `lr` is left
     out (except as the step of a prox), and alpha > 0 needs an `upper_lr`. A parameter without a gradient keeps its
     value and its state. Derivatives are those of the transformation: torchopt's Adam has NaN at zero gradients, and
-    its `clip_grad_norm` treats the norm as a constant.
+    its `clip_grad_norm` treats the norm as a constant. The first use compares a derivative with differences, and warns where they
+    disagree.
     """
 
     transformation: Any
@@ -81,9 +85,10 @@ class Transformation(Rule):
             state = self.transformation.init(tuple(params))
             leaves, structure = flatten(state)
             types = [leaf.dtype if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
-            small = tuple(torch.zeros([min(size, 1) for size in shape], dtype=dtype) for shape, dtype in key)
+            zeros = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in key)
             with torch.random.fork_rng(devices=[]):
-                needs_graph = self._needs_graph(small)
+                needs_graph = self._needs_graph(zeros)
+                self._warn_of_breaks(tuple(p.double() for p in zeros))
             self._forms[key] = _Form("+".join(_parts(state)) or "no state", structure, types, needs_graph)
         return self._forms[key]
 
@@ -118,6 +123,44 @@ class Transformation(Rule):
                 "`dampening=`."
             )
         return needs_graph
+
+    def _warn_of_breaks(self, params: tuple[Tensor, ...]) -> None:
+        """Warn where the derivative of an update is not that of its values: it reads a number by `float()`, say."""
+        for size in (0.1, 10.0):  # below and above a bound, if there is one
+            torch.manual_seed(0)
+            grads = tuple(size * torch.randn_like(p) for p in params)
+            along = tuple(torch.randn_like(p) for p in params)
+            weights = tuple(torch.randn_like(p) for p in params)
+            with torch.enable_grad(), contextlib.suppress(RuntimeError, TypeError):
+                shift = torch.zeros((), dtype=torch.float64, requires_grad=True)
+                (slope,) = torch.autograd.grad(self._weighted(grads, along, shift, params, weights), shift)
+                h = 1e-5 * size
+                ends = [self._weighted(grads, along, shift.detach() + s * h, params, weights) for s in (1, -1)]
+                quotient = (ends[0] - ends[1]).detach() / (2 * h)
+                scale = self._weighted(grads, along, shift, params, grads).detach().abs() / size
+                if (slope - quotient).abs() > 0.01 * (slope.abs() + quotient.abs()) + 1e-4 * scale:
+                    warnings.warn(_BREAK.format(slope, quotient), stacklevel=user_level())
+                    return
+
+    def _weighted(
+        self,
+        grads: tuple[Tensor, ...],
+        along: tuple[Tensor, ...],
+        shift: Tensor,
+        params: tuple[Tensor, ...],
+        weights: tuple[Tensor, ...],
+    ) -> Tensor:
+        """Return a weighted sum of the updates from ``grads + shift * along``."""
+        moved = tuple(g + shift * a for g, a in zip(grads, along, strict=True))
+        updates, _ = self.transformation.update(moved, self.transformation.init(params), params=params, inplace=False)
+        return torch.stack([(w * u).sum() for w, u in zip(weights, updates, strict=True)]).sum()
+
+
+_BREAK = (
+    "a transformation cuts the graph: the derivative of its update is {:.3g}, but differences of its values give {:.3g}, "
+    "so hypergradients through it are off. torchopt's `clip_grad_norm` does that, since it reads the norm as a number; "
+    "use `clip_norm=` (or `clip_value=`) of this library and a rule of torch.optim instead."
+)
 
 
 def _parts(state: Any) -> list[str]:
