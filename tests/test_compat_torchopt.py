@@ -77,6 +77,7 @@ def chains() -> dict[str, Callable[[], Any]]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:a transformation cuts the graph:UserWarning")  # as it does in torchopt
 @pytest.mark.parametrize("name", chains())
 def test_chains(name: str) -> None:
     problem, make = Problem(), chains()[name]
@@ -85,6 +86,7 @@ def test_chains(name: str) -> None:
     assert error(unrolled(problem, rule=make(), adjoint=bda.Checkpointed()), want) < 1e-12
 
 
+@pytest.mark.filterwarnings("ignore:a transformation cuts the graph:UserWarning")  # as it does in torchopt
 @pytest.mark.parametrize("name", [*RULES, *chains()])
 def test_all_adjoints_agree(name: str) -> None:
     rule = theirs(name) if name in RULES else chains()[name]()
@@ -204,6 +206,7 @@ def test_a_state_of_another_transformation_is_refused() -> None:
         second.unroll(problem.net, problem.lower, hyper=problem.x, steps=1)
 
 
+@pytest.mark.filterwarnings("ignore:a transformation cuts the graph:UserWarning")  # as it does in torchopt
 def test_groups_copies_and_equality() -> None:
     problem, rule = Problem(), torchopt.chain(torchopt.clip_grad_norm(1.0), torchopt.sgd(0.1))
     groups = [{"params": layer.parameters()} for layer in (problem.net[0], problem.net[2])]

@@ -157,9 +157,9 @@ class Transformation(Rule):
 
 
 _BREAK = (
-    "a transformation cuts the graph: the derivative of its update is {:.3g}, but differences of its values give {:.3g}, "
-    "so hypergradients through it are off. torchopt's `clip_grad_norm` does that, since it reads the norm as a number; "
-    "use `clip_norm=` (or `clip_value=`) of this library and a rule of torch.optim instead."
+    "a transformation cuts the graph: the derivative of its update is {:.3g}, but differences of its values give "
+    "{:.3g}, so hypergradients through it are off. torchopt's `clip_grad_norm` does that, since it reads the norm as a "
+    "number; use `clip_norm=` (or `clip_value=`) of this library and a rule of torch.optim instead."
 )
 
 
