@@ -35,8 +35,8 @@ class Transformation(Rule):
     function whose state keeps its structure; both are tested. The rate is the transformation's own, so `lr` is left
     out (except as the step of a prox), and alpha > 0 needs an `upper_lr`. A parameter without a gradient keeps its
     value and its state. Derivatives are those of the transformation: torchopt's Adam has NaN at zero gradients, and
-    its `clip_grad_norm` treats the norm as a constant. The first use compares a derivative with differences, and warns where they
-    disagree.
+    its `clip_grad_norm` treats the norm as a constant. The first use compares a derivative with differences, and warns
+    where they disagree.
     """
 
     transformation: Any
