@@ -147,8 +147,9 @@ class Rewiring:
         cells = tuple(map(self._cell, function.__closure__))
         if all(new is old for new, old in zip(cells, function.__closure__, strict=True)):
             return function
-        code, names = function.__code__, function.__globals__
-        new = types.FunctionType(code, names, function.__name__, function.__defaults__, cells)
+        new = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+        )
         new.__kwdefaults__ = function.__kwdefaults__
         new.__dict__.update(function.__dict__)
         self._copies[id(function)] = new

@@ -3,8 +3,8 @@ r"""The aggregated step of Bi-level Descent Aggregation (BDA).
 .. math:: y_{k+1} = y_k - \big[ \alpha_k s_u \nabla_y F + (1 - \alpha_k) (y_k - \mathrm{prox}_{s_l g}(y_k - D_k)) \big]
 
 where ``D_k`` is what the rule makes of the lower gradient (plain SGD: ``s_l grad f``). The weight ``alpha_k`` belongs
-to the UPPER level, with and without a prox. (The paper's nonsmooth appendix has it in front of the lower direction; as
-``alpha_k -> 0`` the upper level would win and the stated limit would not hold, so that is a slip.)
+to the UPPER level, with and without a prox. The paper's nonsmooth appendix puts it in front of the lower direction.
+That is a slip: as ``alpha_k -> 0`` the upper level would win, and the stated limit would not hold.
 
 Reference: Liu et al., "A Generic First-Order Algorithmic Framework for Bi-Level Programming Beyond Lower-Level
 Singleton", ICML 2020.
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from .._support.types import Move, Scalar, Settings
 
-_NOT_PLAIN = (Tensor, list)  # of a weight: learned, or one per parameter; a tuple is looked through fastest
+_NOT_PLAIN = (Tensor, list)  # a weight that is learned, or one per parameter
 
 
 def at_step(settings: Settings, k: Any) -> Settings:
-    """Return settings at step k: schedules of `alpha`, `lr` and `upper_lr` give way to their values.
+    """Return settings at step k, with the values of schedules of `alpha`, `lr` and `upper_lr`.
 
     Raises:
         ValueError: If a weight lies outside [0, 1), or a rate is negative.
@@ -41,7 +41,7 @@ def at_step(settings: Settings, k: Any) -> Settings:
 
 
 def weight(alpha: Any, k: Any) -> Any:
-    """Return ``alpha_k``: a number, a tensor or a list of them as it is, a schedule at ``k``.
+    """Return ``alpha_k``: the value of a schedule at ``k``; a number, a tensor or a list of them as it is.
 
     Raises:
         ValueError: If a plain number lies outside [0, 1).
@@ -73,10 +73,10 @@ def is_zero(alpha: Any) -> bool:
 
 
 def needs_upper(settings: Sequence[Settings], upper: Any, k: Any, how: str = "Pass it, or set alpha=0.0.") -> bool:
-    """Whether step k evaluates the upper loss, by the settings at that step.
+    """Whether step k evaluates the upper loss, by its settings.
 
     Raises:
-        ValueError: If it does and there is none; `how` says where to pass it.
+        ValueError: If it does, but there is no upper loss; `how` says where to pass it.
     """
     if all(is_zero(chosen["alpha"]) for chosen in settings):
         return False
@@ -98,11 +98,11 @@ def aggregate(
 
     Args:
         y: The iterate.
-        move: The rule's displacement from the lower gradient; None where the lower loss does not depend on `y`.
-        upper_grad: The gradient of the upper loss; None where it does not depend on `y`.
+        move: The rule's displacement from the lower gradient; None if the lower loss does not depend on `y`.
+        upper_grad: The gradient of the upper loss; None if it does not depend on `y`.
         alpha: The weight of the upper direction in this step.
         upper_lr: The rate s_u of the upper direction.
-        prox: The proximal map of the lower level's nonsmooth term, its step already bound.
+        prox: The proximal map of the lower level's nonsmooth term, as a function of y alone.
 
     >>> y, g = torch.tensor([1.0]), torch.tensor([2.0])
     >>> aggregate(y, Move(g, 0.1), torch.tensor([10.0]), alpha=0.5, upper_lr=0.01)
@@ -124,7 +124,7 @@ def displacement(
     upper_lr: Scalar,
     prox: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor | None:
-    """Return what a step subtracts from `y`, by itself, where ``y - (y - total)`` would cancel; None if nothing.
+    """Return what a step subtracts from `y`, without the cancellation of ``y - (y - total)``; None if nothing.
 
     The arguments are those of `aggregate`.
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from .._support.tensors import broadcasts
 from .._support.types import Scalar, TensorFields
 
 Strength: TypeAlias = float | Tensor | Callable[[Any], Scalar]
@@ -64,8 +65,7 @@ class ProximalMap(TensorFields):
         if value.numel() == 1:
             return value.reshape(()).to(y.dtype)
         allowed = f"broadcast to {tuple(y.shape)}" if self.separable else "have one element (it is not separable)"
-        sizes = zip(reversed(value.shape), reversed(y.shape), strict=False)
-        if not self.separable or value.dim() > y.dim() or any(size not in (1, full) for size, full in sizes):
+        if not self.separable or not broadcasts(value.shape, y.shape):
             what = f"{what} of `{type(self).__name__}` must {allowed}; got the shape {tuple(value.shape)}"
             raise ValueError(f"{what}. Use a scalar, or a separable map such as `l1`.")
         return value.to(y.dtype)

@@ -3,14 +3,15 @@ r"""Schedules of alpha, the weight a_k of the upper direction in step k = 1, 2, 
 A schedule is called like a function, ``schedule(k)``, and is a frozen dataclass, so that it prints, compares and
 pickles. All of them clip at 1 - 1e-6: the lower direction never vanishes.
 
-Convergence to the optimistic solution needs :math:`a_k \to 0` **and** :math:`\sum_k a_k = \infty`: the first lets the
-lower level win, the second lets the upper level choose among the minimisers of the lower one. `harmonic`, `theory`, and
-`polynomial` with a power in (0, 1] satisfy both. `geometric`, and `polynomial` with a power above 1, fail the second
-and warn.
+Convergence to the optimistic solution needs :math:`a_k \to 0` **and** :math:`\sum_k a_k = \infty`. By the first, the
+lower level wins in the end; by the second, the upper level can choose among the minimisers of the lower one.
+`harmonic`, `theory`, and `polynomial` with a power in (0, 1] satisfy both. `geometric`, and `polynomial` with a power
+above 1, fail the second and warn.
 
-A constant may be a tensor of one element that requires grad: a_k is then a tensor, differentiable in it (derivative 0
-where it is clipped). Values of tensors are not checked, since that would read them back from the device; keep a learned
-constant positive by writing it as an ``exp`` or a ``softplus``. `k` may be a tensor too (tracing), and a_k then is one.
+A constant may be a tensor of one element that requires grad. Then a_k is a tensor, differentiable in the constant, with
+the derivative 0 where a_k is clipped. The values of tensors are not checked, since that would read them back from the
+device: keep a learned constant positive by ``exp`` or ``softplus``. Where the loop is traced, k and a_k are
+tensors, too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .._support.types import Scalar, TensorFields
 __all__ = ["EPS", "Schedule", "constant", "from_plain", "geometric", "harmonic", "polynomial", "theory", "to_plain"]
 
 EPS: Final = 1e-6
-"""Every schedule stays below 1 - EPS."""
+"""No weight exceeds 1 - EPS."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -47,26 +48,24 @@ class Schedule(TensorFields):
             k: The step, counted from 1; a number, or a 0-dim float64 tensor where the loop is traced.
 
         Returns:
-            The weight of the upper direction in step k; a plain 0.0 where the constant is plainly 0, whatever `k` is.
+            The weight of the upper direction in step k; a plain 0.0 if the constant is a plain 0, whatever `k` is.
         """
         if not isinstance(k, Tensor) and k < 1:
             raise ValueError(f"`k` counts the steps from 1; got {k}. Call `schedule(1)` for the first step.")
         if self._plainly_zero():
             return 0.0
+        largest = 1 - getattr(self, "eps", EPS)
         alpha = self._weight(k.double() if isinstance(k, Tensor) and not k.is_floating_point() else k)
         if isinstance(alpha, Tensor):
-            # In a 16-bit type 1 - 1e-6 is 1: stay at least one representable number below it.
-            return alpha.clamp(max=min(1 - self._eps(), 1 - torch.finfo(alpha.dtype).eps / 2))
-        return float(min(alpha, 1 - self._eps()))
+            # In a 16-bit dtype 1 - 1e-6 is 1: stay at least one representable number below it.
+            return alpha.clamp(max=min(largest, 1 - torch.finfo(alpha.dtype).eps / 2))
+        return float(min(alpha, largest))
 
     def _weight(self, k: int | Tensor) -> Scalar:
         raise NotImplementedError
 
     def _plainly_zero(self) -> bool:
         return False
-
-    def _eps(self) -> float:
-        return EPS
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in vars(self).items())})"
@@ -139,19 +138,18 @@ class _Theory(Schedule):
             _check(self, field, lambda value: value > 0, "must be positive", "Take it from the upper objective")
         _check(self, "gamma", lambda gamma: 0 < gamma <= 1, "must lie in (0, 1]", "Use 1.0")
         _check(self, "eps", lambda eps: 0 < eps < 1, "must lie in (0, 1)", "Use 1e-6", tensor=False)
-        s_u, sigma, smooth = self.upper_lr, self.upper_strong_convexity, self.upper_smoothness
+        sigma = self.upper_strong_convexity
+        smooth = self.upper_smoothness
         if isinstance(sigma, Tensor) or isinstance(smooth, Tensor):
             return
         if sigma > smooth:
             got = f"got {sigma} > {smooth}. Exchange them"
             raise ValueError(f"`upper_strong_convexity` must not exceed `upper_smoothness`; {got}.")
         limit = 2 / (smooth + sigma)
-        if not isinstance(s_u, Tensor) and s_u > limit * (1 + 1e-12):  # the user's 2 / (L + sigma) may be rounded
+        # The user's 2 / (L + sigma) may be rounded.
+        if not isinstance(self.upper_lr, Tensor) and self.upper_lr > limit * (1 + 1e-12):
             interval = f"(0, 2 / (upper_smoothness + upper_strong_convexity)] = (0, {limit:.6g}]"
-            raise ValueError(f"`upper_lr` must lie in {interval}; got {s_u}. Lower it.")
-
-    def _eps(self) -> float:
-        return self.eps
+            raise ValueError(f"`upper_lr` must lie in {interval}; got {self.upper_lr}. Lower it.")
 
     def _weight(self, k: int | Tensor) -> Scalar:
         s_u, sigma, smooth = (_scalar(v) for v in (self.upper_lr, self.upper_strong_convexity, self.upper_smoothness))
@@ -166,7 +164,8 @@ def constant(c: Scalar) -> Schedule:
 
     .. math:: a_k = \min\{c,\ 1 - 10^{-6}\}
 
-    Not recommended where the lower level matters exactly, because a_k does not vanish: y_K settles between both levels.
+    Not recommended where the lower level must be solved exactly, because a_k does not vanish: y_K settles between the
+    two levels.
 
     Args:
         c: The weight, not negative; a number or a learnable tensor with one element.
@@ -219,8 +218,8 @@ def geometric(c: Scalar, decay: Scalar) -> Schedule:
 
     .. math:: a_k = \min\{c\,q^{k-1},\ 1 - 10^{-6}\}
 
-    Not recommended, because its sum is finite: the upper level can move y by a bounded distance only, and y_K does not
-    reach the optimistic solution, however large K is, unless the lower level has a single one. A UserWarning says so.
+    Not recommended, because its sum is finite: the upper level can move y only by a bounded distance. Unless the lower
+    level has a single solution, y_K does not reach the optimistic one, however large K is. A UserWarning says so.
 
     Args:
         c: The weight of the first step, not negative; a number or a learnable tensor with one element.
@@ -244,8 +243,8 @@ def theory(
     .. math:: a_k = \min\Big\{\frac{2\gamma}{k(1-\beta)},\ 1-\varepsilon\Big\}, \qquad
               \beta = \sqrt{1 - \frac{2 s_u \sigma L_F}{\sigma + L_F}}
 
-    Both constants belong to the upper objective F as a function of y. The first weights are clipped (all of them up to
-    k = 2 gamma / (1 - beta)): the upper level leads, and hands over later.
+    Both constants belong to the upper objective F as a function of y. The first weights, up to
+    k = 2 gamma / (1 - beta), are clipped: the upper level leads at first.
 
     Args:
         upper_lr: s_u, the rate of the upper direction, in (0, 2 / (L_F + sigma)].
@@ -271,9 +270,9 @@ _BUILT_IN: Final[Mapping[str, type[Schedule]]] = {
 
 
 def to_plain(schedule: object) -> dict[str, Any] | None:
-    """Write a built-in schedule as a name and numbers, which ``torch.load(weights_only=True)`` accepts.
+    """Return a built-in schedule as a name and numbers, which ``torch.load(weights_only=True)`` accepts.
 
-    Tensors are passed on, not copied. Anything that this module did not make, such as a user's function, gives None.
+    Tensors are passed on, not copied. For anything else, such as a user's function, the result is None.
 
     >>> to_plain(harmonic(0.5))
     {'schedule': 'harmonic', 'c': 0.5}
@@ -287,7 +286,7 @@ def to_plain(schedule: object) -> dict[str, Any] | None:
 
 
 def from_plain(plain: Mapping[str, Any]) -> Schedule:
-    """Make the schedule that `to_plain` wrote; the warning it may have given once is not repeated.
+    """Return the schedule that `to_plain` described; a warning that it gave once is not repeated.
 
     >>> from_plain({"schedule": "harmonic", "c": 0.5})
     harmonic(c=0.5)
@@ -309,14 +308,15 @@ def _scalar(value: Scalar) -> Scalar:
 def _sqrt(square: Scalar) -> Scalar:
     if not isinstance(square, Tensor):
         return math.sqrt(max(square, 0.0))
-    # The slope at 0 is infinite, and times the 0 of a clipped weight it would be NaN: it counts as 0 there.
+    # The slope at 0 is infinite, and times the 0 of a clipped weight it would be NaN; so it counts as 0.
     positive = square > 0
     return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)
 
 
 def _check(schedule: Schedule, field: str, allowed: Any, rule: str, advice: str, tensor: bool = True) -> None:
-    """Refuse a number that breaks the rule; of a tensor only the shape and the type are looked at."""
-    value, what = getattr(schedule, field), f"`{field}` of `{schedule.name}`"
+    """Raise if a number breaks the rule; of a tensor only the shape and the dtype are checked."""
+    value = getattr(schedule, field)
+    what = f"`{field}` of `{schedule.name}`"
     if isinstance(value, Tensor) and tensor:
         if value.numel() != 1 or not value.is_floating_point():
             got = f"{tuple(value.shape)}, {value.dtype}"

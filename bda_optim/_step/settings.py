@@ -1,4 +1,4 @@
-"""The settings of a parameter group: which there are, and whether they can be honoured."""
+"""The settings of a parameter group: their defaults, and whether they can be honoured."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Any
 
 from torch import Tensor
 
+from .._support.tensors import broadcasts
 from .._support.types import Rule
+from .aggregation import is_zero, weight
 from .clipping import CLIPPING, check_clipping
 
 AGGREGATION: Mapping[str, Any] = {"upper_lr": None, "alpha": 0.0, "prox": None, **CLIPPING}
-"""The settings that belong to the aggregated step, whatever the rule, with their defaults."""
+"""The settings of the aggregated step, which every rule has, with their defaults."""
 
 
 def complete(rule: Rule, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all settings of a group: those given, the rest by default. ``lr=None`` is the rule's own default.
+    """Return all settings of a group: the given ones, and defaults for the others and for ``lr=None``.
 
     Raises:
-        TypeError: If a setting is none of the rule's.
+        TypeError: If the rule has no such setting.
     """
     known = {**rule.defaults, **AGGREGATION}
     for name in given:
@@ -51,20 +53,24 @@ def check_group(rule: Rule, settings: Mapping[str, Any], params: Sequence[Tensor
         elif isinstance(value, Tensor) and value.numel() != 1:
             _check_broadcast(name, value, params)
     rule.validate({name: settings[name] for name in rule.defaults})
-    upper_lr, alpha, prox = settings["upper_lr"], settings["alpha"], settings["prox"]
+    upper_lr = settings["upper_lr"]
     if isinstance(upper_lr, int | float) and not (math.isfinite(upper_lr) and upper_lr >= 0):
         raise ValueError(f"`upper_lr` must be a number of at least 0; got {upper_lr}. Leave it out to follow `lr`.")
-    _check_alpha(alpha)
+    weight(values["alpha"], 1)  # raises outside [0, 1)
     check_clipping(settings)
     if rule.defaults["lr"] is None:
         _check_own_rate(rule, settings)
-    if prox is not None and not callable(prox):
+    if settings["prox"] is not None:
+        _check_prox(settings["prox"], settings["lr"])
+
+
+def _check_prox(prox: Any, lr: Any) -> None:
+    if not callable(prox):
         raise TypeError(
             f"`prox` must be a proximal map; got {prox!r}. Use one of `bda_optim.prox`, such as `prox.l1(0.1)`."
         )
-    lr = settings["lr"]
     per_element = isinstance(lr, list) or (isinstance(lr, Tensor) and lr.numel() != 1)
-    if prox is not None and per_element and not getattr(prox, "separable", False):
+    if per_element and not getattr(prox, "separable", False):
         raise ValueError(
             f"a prox that couples the elements has no meaning with one rate per element; got {prox!r} and a list or a "
             "tensor of several elements as `lr`. Use one rate per group, or a separable prox such as `prox.l1`."
@@ -72,18 +78,18 @@ def check_group(rule: Rule, settings: Mapping[str, Any], params: Sequence[Tensor
 
 
 def _check_own_rate(rule: Rule, settings: Mapping[str, Any]) -> None:
-    """Raise where a rule that has a rate of its own (a torchopt transformation) is given one, or lacks one."""
-    lr, alpha, prox = settings["lr"], settings["alpha"], settings["prox"]
-    if prox is None and lr is not None:
+    """Raise if a rule with a rate of its own (a torchopt transformation) gets a useless rate, or lacks a needed one."""
+    lr = settings["lr"]
+    if settings["prox"] is None and lr is not None:
         raise ValueError(
             f"a {rule.name} has its own rate, and `lr` would have no effect; got lr={lr}. Write it into the "
             "transformation, as in `rule=torchopt.sgd(lr=0.1)`, and leave `lr` out."
         )
-    if prox is not None and lr is None:
-        raise ValueError(f"the prox needs a step, and a {rule.name} does not tell its rate. Pass it as `lr` too.")
-    if settings["upper_lr"] is None and not (isinstance(alpha, int | float) and alpha == 0):
+    if settings["prox"] is not None and lr is None:
+        raise ValueError(f"the prox needs a step, and a {rule.name} does not expose its rate. Pass it as `lr` too.")
+    if settings["upper_lr"] is None and not is_zero(settings["alpha"]):
         raise ValueError(
-            f"the upper direction needs a rate where `alpha` is not 0, and a {rule.name} does not tell its own; got "
+            f"the upper direction needs a rate where `alpha` is not 0, and a {rule.name} does not expose its own; got "
             "upper_lr=None. Pass `upper_lr`."
         )
 
@@ -91,8 +97,7 @@ def _check_own_rate(rule: Rule, settings: Mapping[str, Any]) -> None:
 def _check_list(name: str, value: list[Any], params: Sequence[Tensor]) -> None:
     shapes = [tuple(p.shape) for p in params]
     got = [tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for v in value]
-    fits = len(got) == len(shapes) and all(g == s or g == () for g, s in zip(got, shapes, strict=True))
-    if not fits:
+    if len(got) != len(shapes) or not all(g in (s, ()) for g, s in zip(got, shapes, strict=True)):
         raise ValueError(
             f"`{name}` as a list must have one tensor per parameter of the group, of its shape (or one element); got "
             f"{got} for parameters of {shapes}. Write `{name}=[torch.full_like(p, 0.1) for p in params]`."
@@ -101,23 +106,9 @@ def _check_list(name: str, value: list[Any], params: Sequence[Tensor]) -> None:
 
 def _check_broadcast(name: str, value: Tensor, params: Sequence[Tensor]) -> None:
     shapes = [tuple(p.shape) for p in params]
-    if not all(_broadcasts(value.shape, shape) for shape in shapes):
+    if not all(broadcasts(value.shape, shape) for shape in shapes):
         raise ValueError(
             f"`{name}` as a tensor must have one element, or broadcast to every parameter of the group; got shape "
             f"{tuple(value.shape)} for parameters of {shapes}. Write "
             f"`{name}=[torch.full_like(p, 0.1) for p in params]` for a rate per element."
-        )
-
-
-def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
-    pairs = zip(reversed(shape), reversed(target), strict=False)
-    return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
-
-
-def _check_alpha(alpha: Any) -> None:
-    if isinstance(alpha, Tensor | list) or callable(alpha):
-        return
-    if not 0 <= alpha < 1:
-        raise ValueError(
-            f"`alpha` must lie in [0, 1) at every step; got {alpha} at k=1. Use `harmonic(0.5)` or clip it."
         )

@@ -73,7 +73,8 @@ def refuse_once_differentiable(roots: Iterable[Tensor]) -> None:
         alternative = _ALTERNATIVES.get(operation or "", "another one")
         function = forward_class(node)
         if isinstance(function, type) and issubclass(function, WithoutSecondDerivative):
-            operation, alternative = function.operation, function.alternative
+            operation = function.operation
+            alternative = function.alternative
         if operation is not None:
             raise NotImplementedError(
                 f"torch has no second derivative of `{operation}`, which the inner loss uses, so no hypergradient "

@@ -49,8 +49,14 @@ def any_requires_grad(tree: Any) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors(tree))
 
 
+def broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether a tensor of that shape broadcasts to the shape `target`, and not both to a larger one."""
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
+
+
 def refuse_changed(names: Sequence[str], values: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Raise where a tensor has been changed in place since its version was noted."""
+    """Raise if a tensor has been changed in place since its version was recorded."""
     for name, tensor, before in zip(names, values, versions, strict=True):
         if version_of(tensor) != before:
             raise RuntimeError(

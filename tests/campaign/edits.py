@@ -166,7 +166,7 @@ EDITS: dict[str, Edit] = {
     "harmonic off by one": Edit("_step/schedules.py", "return _scalar(self.c) / k\n", "return _scalar(self.c) / (k + 1)\n"),
     "geometric off by one": Edit("_step/schedules.py", "_scalar(self.decay) ** (k - 1)", "_scalar(self.decay) ** k"),
     "weights are not cut off below 1": Edit(
-        "_step/schedules.py", "return float(min(alpha, 1 - self._eps()))", "return float(alpha)"
+        "_step/schedules.py", "return float(min(alpha, largest))", "return float(alpha)"
     ),
     # Modules, rollouts, the optimizer.
     "buffers laid without a copy": Edit(
@@ -203,7 +203,7 @@ EDITS: dict[str, Edit] = {
         "tests/test_hyper.py -k depend"
     ),
     "the start is a constant though it is hyper": Edit(
-        "_hypergradient.py", "copies[id(p)].clone() if id(p) in copies else", "p.detach().clone() if id(p) in copies else"
+        "_hypergradient.py", "copies.get(id(p), y).clone()", "y.clone()"
     ),
     "initial weights are never reached": Edit(
         "_optimizer.py", "p.detach().clone() if copy_initial_weights else p.clone()", "p.detach().clone()"
