@@ -195,14 +195,20 @@ def train(model: nn.Module, averager: Any, outer: Any, iterations: int, count: i
         outer.step()
 
 
-def twenty_iterations_end_alike(folder: Path) -> None:
-    world = dist.get_world_size()
+def trained_alone(iterations: int, count: int) -> nn.Module:
+    """The model after upper iterations in one process that has all tasks."""
     reference = Net()
     outer = torch.optim.Adam(reference.parameters(), lr=0.01)
-    for i in range(20):
+    for i in range(iterations):
         outer.zero_grad()
-        adapt(reference, tasks(world + 1, seed=i))
+        adapt(reference, tasks(count, seed=i))
         outer.step()
+    return reference
+
+
+def twenty_iterations_end_alike(folder: Path) -> None:
+    world = dist.get_world_size()
+    reference = trained_alone(20, world + 1)
     model = Net(seed=dist.get_rank())  # the ranks start from different weights: those of rank 0 are used
     train(model, distributed.Averager(model), torch.optim.Adam(model.parameters(), lr=0.01), 20, world + 1)
     same_on_all(list(model.parameters()))
@@ -300,12 +306,7 @@ def modules_in_ddp(folder: Path) -> None:
 
 def modules_in_fsdp(folder: Path) -> None:
     world = dist.get_world_size()
-    reference = Net()
-    outer = torch.optim.Adam(reference.parameters(), lr=0.01)
-    for i in range(5):
-        outer.zero_grad()
-        adapt(reference, tasks(world + 1, seed=i))
-        outer.step()
+    reference = trained_alone(5, world + 1)
     sharded, averager, outer = fsdp()
     train(averager.local, averager, outer, 5, world + 1)
     found = [p.full_tensor() for p in sharded.parameters()]

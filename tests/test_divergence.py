@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import problems
 import pytest
 import torch
 from problems import double
@@ -16,13 +17,7 @@ from torch import Tensor, nn, optim
 import bda_optim as bda
 from bda_optim._adjoints.base import Step
 
-EXACT = [
-    bda.Unroll(),
-    bda.Checkpointed(),
-    bda.Checkpointed(every=2),
-    bda.Checkpointed(slots=2),
-    bda.ForwardMode(),
-]
+EXACT = [*problems.EXACT, bda.Checkpointed(every=2)]
 exact = pytest.mark.parametrize("adjoint", EXACT, ids=str)
 
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import problems
 import pytest
 import torch
 import torch._inductor
@@ -19,14 +20,7 @@ import bda_optim as bda
 from bda_optim._compiled import cache, matmul, partition, program
 from bda_optim._compiled import step as compiled_step
 
-EXACT = [
-    bda.Unroll(),
-    bda.Checkpointed(),
-    bda.Checkpointed(every=2),
-    bda.Checkpointed(slots=2),
-    bda.ForwardMode(),
-    bda.Truncated(last=100, within=bda.Checkpointed()),
-]
+EXACT = [*problems.EXACT, bda.Checkpointed(every=2), bda.Truncated(last=100, within=bda.Checkpointed())]
 
 
 @pytest.fixture(autouse=True)
@@ -230,8 +224,8 @@ def test_another_flag_or_number_in_a_closure_is_another_problem(traced: list[int
 
 
 def test_training_mode_is_part_of_the_problem(traced: list[int]) -> None:
-    model = conv().double()
-    data = torch.randn(6, 1, 6, 6, dtype=torch.float64), torch.randint(0, 3, (6,))
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
+    data = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
     inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.05)
     for mode in (True, False):
         model.train(mode)
