@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,30 @@ from ._step.update import Update
 from ._support.torch_private import MODULE_DICTS, inside_checkpoint, opaque, pre_hooks, replace_pre_hooks
 from ._support.tree import tensors
 from ._support.types import InnerState
+
+
+class Part(NamedTuple):
+    """Which parameters, and which groups' memories, of a state belong to one optimizer."""
+
+    params: slice
+    groups: slice
+
+    @classmethod
+    def after(cls, others: Sequence[Part], params: int, groups: int) -> Part:
+        """Return the part of so many parameters and groups that follows others."""
+        first_param = others[-1].params.stop if others else 0
+        first_group = others[-1].groups.stop if others else 0
+        return cls(slice(first_param, first_param + params), slice(first_group, first_group + groups))
+
+    def of(self, state: InnerState) -> InnerState:
+        """Return this part of a state."""
+        return InnerState(state.params[self.params], state.rule[self.groups], state.buffers)
+
+    def put(self, state: InnerState, own: InnerState) -> InnerState:
+        """Return a state with this part replaced, and its buffers."""
+        params = (*state.params[: self.params.start], *own.params, *state.params[self.params.stop :])
+        memory = (*state.rule[: self.groups.start], *own.rule, *state.rule[self.groups.stop :])
+        return InnerState(params, memory, own.buffers)
 
 
 class FunctionalModule(nn.Module):
@@ -43,6 +67,8 @@ class FunctionalModule(nn.Module):
         state: InnerState,
         update: Update,
         mapper: TaskMapper | None = None,
+        *,
+        parts: Sequence[Part] = (),
     ) -> None:
         """Lay `state` into `skeleton`; `names` are those of its parameters, and `update` what changes them."""
         super().__init__()
@@ -55,6 +81,7 @@ class FunctionalModule(nn.Module):
             _tasks=update.tasks,
             _update=update,
             _mapper=mapper,
+            _parts=tuple(parts) or (Part.after((), len(names), len(state.rule)),),
             training=skeleton.root.training,
         )
         # Past nn.Module's `__setattr__`: the user's module may have a parameter of this name.
@@ -120,7 +147,13 @@ class FunctionalModule(nn.Module):
 
     def lower_point(self, lower: Loss, hyper: Any = None, batch: Any = None) -> dict[str, Tensor]:
         """Return the paper's y~ = prox(y - lr grad f), name to tensor: what is sparse, or feasible, with alpha > 0."""
-        points, buffers = [p.detach().requires_grad_() for p in self._state.params], tuple(self.buffer_dict.values())
+        if len(self._parts) > 1:
+            raise ValueError(
+                "a lower point needs the settings of one optimizer; got a loop with several. Use "
+                "`bda_optim.lower_point(..., lr=...)` on `fmodel.params`."
+            )
+        points = [p.detach().requires_grad_() for p in self._state.params]
+        buffers = tuple(self.buffer_dict.values())
         try:
             with torch.enable_grad(), surroundings(), self._skeleton.surroundings():
                 value, _ = self._objective(hyper)(lower, points, buffers, (), batch)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ._context.forward import refuse_reentrant
-from ._functional_module import FunctionalModule
+from ._functional_module import FunctionalModule, Part
 from ._modules.skeleton import Skeleton
 from ._optimizer import BDAInnerOptimizer
 from ._rollout.divergence import check_choice
@@ -20,7 +20,7 @@ from ._rollout.state import in_master
 from ._step.aggregation import needs_upper
 from ._step.gradients import both_gradients
 from ._step.proximal import NO_HYPER
-from ._step.rules.memory import complete_memory
+from ._step.rules.memory import complete_memory, stored_entries
 from ._step.rules.resolve import resolve
 from ._step.settings import check_group
 from ._step.update import Group, Update, refuse_extrapolation
@@ -38,7 +38,7 @@ GradCallback = Callable[[list[Tensor | None]], Sequence[Tensor | None]]
 @contextlib.contextmanager
 def innerloop_ctx(
     model: nn.Module,
-    opt: Optimizer,
+    opt: Optimizer | Sequence[Optimizer],
     device: torch.device | str | None = None,
     copy_initial_weights: bool = True,
     override: Override | None = None,
@@ -49,12 +49,13 @@ def innerloop_ctx(
     first_order: bool = False,
     on_divergence: str = "raise",
     master: torch.dtype | None = None,
-) -> Iterator[tuple[FunctionalModule, DiffOptimizer]]:
+) -> Iterator[tuple[FunctionalModule, Any]]:
     """Open an inner loop on a functional copy of `model`; the model and the optimizer are not touched.
 
     Args:
         model: The module.
-        opt: A `BDAInnerOptimizer`, or an optimizer of torch.optim (then alpha is 0). Its state is copied.
+        opt: A `BDAInnerOptimizer`, or an optimizer of torch.optim (then alpha is 0). Its state is copied. Or a list of
+            optimizers for different parameters of the module.
         device: Where the loop runs; where the module is, by default.
         copy_initial_weights: Whether y_0 is a constant; if False, gradients reach the module's own parameters.
         override: Settings to use instead of the optimizer's: name to a value, or to a list with one per group.
@@ -67,7 +68,8 @@ def innerloop_ctx(
         master: A wider dtype to keep and update y in, as torch.float32, while the module computes in its own.
 
     Yields:
-        The functional module and the differentiable optimizer, whose `step` takes the losses.
+        The functional module and the differentiable optimizer, whose `step` takes the losses; for a list of optimizers
+        a list.
 
     Raises:
         FloatingPointError: On leaving, if a loss was not finite; says at which step.
@@ -81,19 +83,22 @@ def innerloop_ctx(
     >>> model.weight.grad is not None
     True
     """
-    fmodel, diffopt = _open(
-        model, opt, device, copy_initial_weights, override, track_higher_grads, steps, last, first_order,
+    several = not isinstance(opt, Optimizer)
+    optimizers = [opt] if isinstance(opt, Optimizer) else list(opt)
+    fmodel, diffopts = _open(
+        model, optimizers, device, copy_initial_weights, override, track_higher_grads, steps, last, first_order,
         on_divergence, master,
     )  # fmt: skip
-    yield fmodel, diffopt
+    yield fmodel, diffopts if several else diffopts[0]
     if on_divergence == "raise":
-        diffopt.check()
+        for diffopt in diffopts:
+            diffopt.check()
 
 
 @opaque
 def _open(
     model: nn.Module,
-    opt: Optimizer,
+    optimizers: Sequence[Any],
     device: torch.device | str | None,
     copy_initial_weights: bool,
     override: Override | None,
@@ -103,7 +108,7 @@ def _open(
     first_order: bool,
     on_divergence: str,
     master: torch.dtype | None,
-) -> tuple[FunctionalModule, DiffOptimizer]:
+) -> tuple[FunctionalModule, list[DiffOptimizer]]:
     """Open an inner loop; the arguments are those of `innerloop_ctx`."""
     check_ambient()
     if check_choice(on_divergence) == "stop":
@@ -112,19 +117,37 @@ def _open(
             'where you end it. Call `diffopt.check()` in it, or use "raise" or "ignore".'
         )
     cut = _cut(steps, last, copy_initial_weights)
-    inner, skeleton = from_torch(opt), Skeleton(model)
-    names, originals = inner._owned(model)
-    state = inner._initial(originals, skeleton, copy_initial_weights=copy_initial_weights, device=device)
-    state = in_master(state, master)
+    inners = [from_torch(opt) for opt in optimizers]
+    skeleton = Skeleton(model)
+    names: list[str] = []
+    parts: list[Part] = []
+    states = []
+    for inner in inners:
+        own, originals = inner._owned(model)
+        if set(own) & set(names):
+            raise ValueError(
+                f"each parameter belongs to one optimizer; got {sorted(set(own) & set(names))[0]!r} in two. Make the "
+                "optimizers from different parameters."
+            )
+        state = inner._initial(originals, skeleton, copy_initial_weights=copy_initial_weights, device=device)
+        states.append(in_master(state, master))
+        parts.append(Part.after(parts, len(own), len(state.rule)))
+        names += own
     if device is not None:
         for place in skeleton.params.values():
             place.put(place.original.to(device))
-    state = state._replace(params=tuple(p if p.requires_grad else p.requires_grad_() for p in state.params))
-    fmodel = FunctionalModule(skeleton, names, state, inner._update())
-    diffopt = DiffOptimizer(
-        fmodel, inner, override=override, track=track_higher_grads, cut=cut, steps=steps, first_order=first_order
-    )
-    return fmodel, diffopt
+    params = tuple(p if p.requires_grad else p.requires_grad_() for state in states for p in state.params)
+    memory = tuple(group for state in states for group in state.rule)
+    start = InnerState(params, memory, states[0].buffers)
+    fmodel = FunctionalModule(skeleton, names, start, inners[0]._update(), parts=parts)
+    diffopts = [
+        DiffOptimizer(
+            fmodel, inner, part, override=override, track=track_higher_grads, cut=cut, steps=steps,
+            first_order=first_order,
+        )
+        for inner, part in zip(inners, parts, strict=True)
+    ]  # fmt: skip
+    return fmodel, diffopts
 
 
 class DiffOptimizer:
@@ -138,6 +161,7 @@ class DiffOptimizer:
         self,
         fmodel: FunctionalModule,
         inner: BDAInnerOptimizer,
+        part: Part,
         *,
         override: Override | None = None,
         track: bool = True,
@@ -145,14 +169,25 @@ class DiffOptimizer:
         steps: int | None = None,
         first_order: bool = False,
     ) -> None:
-        """Start at k = 0 from the state inside `fmodel`."""
-        self._fmodel, self._rule, self.k = fmodel, inner.rule, 0
+        """Start at k = 0 from the state inside `fmodel`, of which this optimizer changes a part."""
+        self.k = 0
+        self._fmodel = fmodel
+        self._inner = inner
+        self._rule = inner.rule
+        self._part = part
         self._groups = [(members, dict(settings)) for members, settings in inner._groups()]
-        self._track, self._cut, self._steps, self._first_order = track, cut, steps, first_order
+        self._track = track
+        self._cut = cut
+        self._steps = steps
+        self._first_order = first_order
         self._records: list[Record] = []
         self._opened = sequence_number()
         self._apply(override)
-        refuse_extrapolation(self._update, fmodel._state, self._update.settings((), 1), "innerloop_ctx")
+        refuse_extrapolation(self._update, self._state(), self._update.settings((), 1), "innerloop_ctx")
+
+    def _state(self) -> InnerState:
+        """Return the part of the state that this optimizer changes."""
+        return self._part.of(self._fmodel._state)
 
     @opaque
     def step(
@@ -181,7 +216,7 @@ class DiffOptimizer:
         if override:
             self._apply(override)
         k = self.k + 1
-        state = self._fmodel._state
+        state = self._state()
         settings = self._update.settings((), k)
         aggregates = needs_upper(settings, upper, k, "Write `diffopt.step(lower, upper)`, or set alpha=0.0.")
         if k == 1:
@@ -192,7 +227,7 @@ class DiffOptimizer:
         with torch.enable_grad():  # the caller may be under no_grad
             lower_grads, upper_grads = both_gradients(
                 lower, upper if aggregates else None, state.params, k, create_graph=graph,
-                retain_graph=aggregates or graph,
+                retain_graph=aggregates or graph or len(self._fmodel._parts) > 1,
             )  # fmt: skip
         with torch.set_grad_enabled(track):
             if grad_callback is not None:
@@ -204,7 +239,7 @@ class DiffOptimizer:
             refuse_once_differentiable(new.params)
         buffers = tuple(self._fmodel.buffer_dict.values())
         params = tuple(p if p.requires_grad else p.detach().requires_grad_() for p in new.params)
-        self._fmodel._lay(InnerState(params, new.rule, buffers))
+        self._fmodel._lay(self._part.put(self._fmodel._state, InnerState(params, new.rule, buffers)))
         self._records.append(Record(lower.detach(), None if upper is None else upper.detach()))
         self.k = k
         return params
@@ -221,7 +256,29 @@ class DiffOptimizer:
     def check(self) -> None:
         """Raise `FloatingPointError` if a loss so far, or the parameters, are not finite."""
         if self._records:
-            check_finite(self._records, self._fmodel._state.params, self._fmodel._names)
+            check_finite(self._records, self._state().params, self._fmodel._names[self._part.params])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the optimizer's `state_dict` would be after these steps: load it there to carry moments over.
+
+        >>> model = nn.Linear(1, 1)
+        >>> inner = BDAInnerOptimizer(model.parameters(), lr=0.1, momentum=0.9)
+        >>> with innerloop_ctx(model, inner, track_higher_grads=False) as (fmodel, diffopt):
+        ...     _ = diffopt.step(fmodel(torch.ones(1)).square().sum())
+        >>> inner.load_state_dict(diffopt.state_dict())
+        >>> "momentum_buffer" in inner.state[model.weight]
+        True
+        """
+        packed = self._inner.state_dict()
+        numbers = [number for group in packed["param_groups"] for number in group["params"]]
+        owned = [p for group in self._inner.param_groups for p in group["params"]]
+        number_of = {id(p): number for p, number in zip(owned, numbers, strict=True)}
+        adapted = self._inner._adapted()
+        entries = stored_entries(self._groups, detach(self._state().rule))
+        packed["state"] = {number_of[id(adapted[i])]: entry for i, entry in entries.items()}
+        for group in packed["param_groups"]:
+            group["k"] = self.k
+        return packed
 
     def _apply(self, override: Override | None) -> None:
         groups = [(members, dict(settings)) for members, settings in self._groups]  # as before, should this raise
@@ -238,14 +295,16 @@ class DiffOptimizer:
                         f"`override` names settings of {self._rule.name}; got {name!r}, not in {list(settings)}."
                     )
                 settings[name] = values[i % len(values)]
-        state, memories = self._fmodel._state, []
+        state = self._state()
+        memories = []
         for (members, settings), memory in zip(groups, state.rule, strict=True):
             params = [state.params[i].detach() for i in members]
             check_group(self._rule, settings, params)
             memories.append(complete_memory(self._rule.init(params, settings), memory) if override else memory)
         self._groups = groups
         self._update = Update(self._rule, [Group(m, Template.constant(s)) for m, s in groups])
-        self._fmodel.__dict__.update(_update=self._update, _state=state._replace(rule=tuple(memories)))
+        whole = self._part.put(self._fmodel._state, state._replace(rule=tuple(memories)))
+        self._fmodel.__dict__.update(_update=self._update, _state=whole)
 
 
 def _cut(steps: int | None, last: int | None, copy_initial_weights: bool) -> int:

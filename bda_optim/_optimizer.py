@@ -18,7 +18,7 @@ from ._step.aggregation import at_step, needs_upper
 from ._step.gradients import Grads, both_gradients, no_gradient
 from ._step.objective import Loss, ModuleObjective
 from ._step.proximal import NO_HYPER
-from ._step.rules.memory import complete_memory, is_per_parameter
+from ._step.rules.memory import complete_memory, stored_entries
 from ._step.rules.resolve import resolve
 from ._step.schedules import from_plain, to_plain
 from ._step.settings import check_group, complete
@@ -185,9 +185,12 @@ class BDAInnerOptimizer(Optimizer):
                 "Average `fmodel.params` over its first dimension yourself, as Reptile does."
             )
         places = [fmodel._skeleton.params[name] for name in fmodel._names]
-        if [id(place.original) for place in places] != [id(p) for p in self._adapted()]:
+        own = [id(p) for p in self._adapted()]
+        part = next((x for x in fmodel._parts if [id(place.original) for place in places[x.params]] == own), None)
+        if part is None:
             raise ValueError("`commit` takes a module that this optimizer unrolled; got one with other parameters.")
-        pairs = list(zip(places, fmodel._state.params, strict=True))
+        state = part.of(fmodel._state)
+        pairs = list(zip(places[part.params], state.params, strict=True))
         # After `unroll` the rollout's: an upper loss that ran on it since then must not leak into the statistics.
         buffers = fmodel._skeleton.read_buffers() if fmodel.trace is None else fmodel._state.buffers
         pairs += zip(fmodel._skeleton.buffers.values(), buffers, strict=True)
@@ -198,7 +201,7 @@ class BDAInnerOptimizer(Optimizer):
                 )
         for place, value in pairs:
             place.original.copy_(value)
-        self._store(fmodel._state.rule)
+        self._store(state.rule)
         for group in self.param_groups:
             group["k"] = 0
 
@@ -330,13 +333,8 @@ class BDAInnerOptimizer(Optimizer):
     def _store(self, memories: Sequence[Any]) -> None:
         """Keep the rule's state: per parameter, or whole with the first parameter of a group."""
         params = self._adapted()
-        for (members, _), memory in zip(self._groups(), detach(tuple(memories)), strict=True):
-            if is_per_parameter(memory, len(members)):
-                for i, state in zip(members, memory, strict=True):
-                    if state:
-                        self.state[params[i]] = dict(state)
-            elif members:
-                self.state[params[members[0]]] = {"group": memory}
+        for i, entry in stored_entries(self._groups(), detach(tuple(memories))).items():
+            self.state[params[i]] = entry
 
     def _owned(self, model: nn.Module) -> tuple[list[str], list[Tensor]]:
         """Return the names in `model` of the adapted parameters, and the parameters."""

@@ -21,6 +21,12 @@ from .base import Cotangents, Items, Result, Step, as_leaves, changed_in_place, 
 from .revolve import split
 from .storage import Kept, Ledger, Shelf
 
+READ_AGAIN = (
+    "this rollout reads its batches twice, and got an iterable that can be read once. Pass a list, as in "
+    "`list(itertools.islice(loader, steps))`, or use `Unroll()`, `Truncated(last=T)` or `ForwardMode()` without "
+    "`compile`, which read them once."
+)
+
 
 def replayed(
     step: Step,
@@ -102,6 +108,8 @@ class Replay:
         record: bool = False,
     ) -> None:
         """Prepare; nothing runs yet."""
+        if getattr(items, "once", False):
+            raise TypeError(READ_AGAIN)
         self._step = step
         self._items = items
         self._starts = starts

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from .._adjoints.replay import READ_AGAIN
 from .._context.environment import Ambient
 from .._step.gradients import both_gradients
 from .._step.step import BDAStep
@@ -58,6 +59,8 @@ def watched(
     """
     if choice == "ignore":
         return once(items)
+    if choice == "stop" and getattr(items, "once", False):
+        raise TypeError(f'on_divergence="stop" may run the loop again: {READ_AGAIN}')
     ambient = Ambient(state.params)
     rng = ambient.rng()
     while True:
@@ -79,13 +82,14 @@ def locate(
 ) -> Divergence:  # fmt: skip
     """Find where a rollout diverged, by its steps once more; `records` are those of the first time, `rng` its start.
 
-    Where the steps do not repeat (a loss with a generator of its own), the first loss that was not finite tells.
+    Where the steps cannot be repeated (a loss with a generator of its own, batches that are read once), the first loss
+    that was not finite is named.
     """
     outside, state, steps, again = ambient.rng(), detach(state), len(items), []
     ambient.set_rng(rng)
     try:
         with torch.no_grad():
-            for item in items:
+            for item in () if getattr(items, "once", False) else items:
                 before, drawn = state, ambient.rng()
                 state, record = step(state, hyper, item)
                 again.append(record)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
 from torch import Tensor
 
+from .._adjoints.replay import READ_AGAIN
 from .._support.checks import check_count
 from .._support.slots import Slots
 from .._support.tree import map_tensors, tensors
@@ -21,6 +22,7 @@ class Items(Sequence[Item]):
 
     Attributes:
         eager: Whether the batches are held by a list anyway.
+        once: Whether each batch can be read only once, in order.
         constants: The tensors of such a list that are not in slots, with a name for messages.
     """
 
@@ -29,10 +31,13 @@ class Items(Sequence[Item]):
         if isinstance(batches, Tensor):
             batches = list(batches.unbind(0))
         if batches is not None:
-            _check_batches(batches, steps)
+            batches = _checked(batches, steps)
         if isinstance(batches, list):
             batches = tuple(batches)  # the user's list may change before it is read again
-        self._batches, self._tasks, self._slots = batches, tasks, slots
+        self._batches = batches
+        self._tasks = tasks
+        self._slots = slots
+        self.once = isinstance(batches, _Stream)
         self._known: dict[int, Any] = {}
         self.constants: list[tuple[str, Tensor]] = []
         self.eager = isinstance(batches, list | tuple | None)
@@ -96,6 +101,8 @@ def in_chunks(batches: Any, tasks: int | None, size: int | None) -> list[tuple[A
 def _part(batches: Any, part: slice, tasks: int) -> Any:
     if batches is None:
         return None
+    if not hasattr(batches, "__getitem__"):
+        raise TypeError(f"`chunk_size` reads the batches once per chunk: {READ_AGAIN}")
     if isinstance(batches, Tensor):
         batches = list(batches.unbind(0))
     known: dict[int, Any] = {}
@@ -116,14 +123,40 @@ def check_task_dimension(batch: Any, tasks: int, name: str) -> None:
             )
 
 
-def _check_batches(batches: Any, steps: int) -> None:
-    if not hasattr(batches, "__getitem__") or not hasattr(batches, "__len__") or isinstance(batches, dict | str):
+class _Stream:
+    """The batches of an iterable, such as a DataLoader: each is read once, in order."""
+
+    def __init__(self, batches: Iterable[Any], steps: int) -> None:
+        self._source = iter(batches)
+        self._steps = steps
+        self._next = 0
+
+    def __getitem__(self, number: int) -> Any:
+        """Return the next batch."""
+        if number != self._next:
+            raise TypeError(READ_AGAIN)
+        self._next += 1
+        try:
+            return next(self._source)
+        except StopIteration:
+            raise ValueError(
+                f"`batches` must have one batch per step; got {number} batches for steps={self._steps}. Pass as many "
+                "as there are steps, for example by `itertools.cycle(batches)`."
+            ) from None
+
+
+def _checked(batches: Any, steps: int) -> Any:
+    """Return batches that can be read by number; an iterable becomes a stream."""
+    if isinstance(batches, dict | str) or not hasattr(batches, "__iter__"):
         raise TypeError(
-            "`batches` must be a sequence with one batch per step, which can be read twice; got "
-            f"{type(batches).__name__}. Pass a list, for example `list(itertools.islice(loader, steps))`."
+            f"`batches` must have one batch per step; got {type(batches).__name__}. Pass a list, for example "
+            "`list(itertools.islice(loader, steps))`."
         )
+    if not hasattr(batches, "__getitem__") or not hasattr(batches, "__len__"):
+        return _Stream(batches, steps)
     if len(batches) != steps:
         raise ValueError(
             f"`batches` must have one batch per step; got {len(batches)} batches for steps={steps}. "
             "Pass as many as there are steps, for example `[batch] * steps`."
         )
+    return batches

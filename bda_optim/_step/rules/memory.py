@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..._support.types import RuleState
@@ -11,6 +11,20 @@ from ..._support.types import RuleState
 def is_per_parameter(memory: Any, count: int) -> bool:
     """Whether a group of `count` parameters has a memory for each, a tuple of dicts, and not one for all of them."""
     return isinstance(memory, tuple) and len(memory) == count and all(isinstance(entry, dict) for entry in memory)
+
+
+def stored_entries(groups: Iterable[tuple[Sequence[int], Any]], memories: Iterable[Any]) -> dict[int, dict[str, Any]]:
+    """Return what an optimizer's `state` holds, by the number of the parameter.
+
+    A memory of a whole group is stored under "group" with the first parameter of the group.
+    """
+    entries: dict[int, dict[str, Any]] = {}
+    for (members, _), memory in zip(groups, memories, strict=True):
+        if is_per_parameter(memory, len(members)):
+            entries.update({i: dict(entry) for i, entry in zip(members, memory, strict=True) if entry})
+        elif members:
+            entries[members[0]] = {"group": memory}
+    return entries
 
 
 def complete_memory(fresh: Any, memory: Any) -> Any:
