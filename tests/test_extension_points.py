@@ -164,7 +164,7 @@ def test_what_a_rule_lacks_is_named() -> None:
         hypergradient(NoRate)
     with pytest.raises(TypeError, match="got None of NoDefaults"):
         hypergradient(NoDefaults())
-    with pytest.raises(TypeError, match="the rule HeavyBall has no setting `dampening`; it takes alpha, lr, momentum"):
+    with pytest.raises(TypeError, match=r"HeavyBall has no setting `dampening`; it takes alpha, .*lr, momentum"):
         hypergradient(HeavyBall, dampening=0.1)
     with pytest.raises(ValueError, match="unlucky"):
         hypergradient(Foreign(), lr=13)

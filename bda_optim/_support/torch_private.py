@@ -411,10 +411,11 @@ def forget_instruction_sets() -> None:
 
 
 def cache_folder() -> str:
-    """Return the folder of Inductor's cache on disk: since 2.4. TORCHINDUCTOR_CACHE_DIR is the public way to set it."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    """Return the folder of Inductor's cache on disk: since 2.5. TORCHINDUCTOR_CACHE_DIR is the public way to set it."""
+    from torch._inductor.runtime import runtime_utils
 
-    return cache_dir()
+    folder: str = runtime_utils.cache_dir()  # type: ignore[attr-defined]  # its own module came with 2.6
+    return folder
 
 
 def schema(operator: Any) -> Any:
