@@ -37,8 +37,8 @@ class BDAInnerOptimizer(Optimizer):
 
     ``D_k`` is the rule's displacement from the lower gradient; with plain SGD it is ``s_l grad f``. With the defaults
     this is torch.optim.SGD. Every setting may differ from group to group; `lr`, `upper_lr`, `alpha`, `momentum` and
-    `weight_decay` may be tensors that require grad (with one element, or a list with a tensor for each parameter of the
-    group, of its shape), and gradients flow into them.
+    `weight_decay` may be tensors that require grad (with one element, or that broadcast to the group's parameters, or a
+    list with a tensor for each of these, of its shape), and gradients flow into them.
 
     Reference: Liu et al., "A Generic First-Order Algorithmic Framework for Bi-Level Programming Beyond Lower-Level
     Singleton", ICML 2020.

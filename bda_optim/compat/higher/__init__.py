@@ -5,8 +5,8 @@ departs from today's torch.optim it gives torch.optim's. `higher` itself need no
 
 What is different:
 
-- ``fmodel.parameters(time=t)`` gives the weights between the first and the last update as long as the last ones depend
-  on them; those before a cut (`update_params` with detached weights) are dropped. ``keep_history=True`` keeps all.
+- ``fmodel.parameters(time=t)`` gives the weights after each update until the graph is cut, by `update_params` with
+  detached weights: those between the first and the cut are dropped. ``keep_history=True`` keeps all.
 - Forward hooks run; a patched module can be copied and pickled, and is freed without the garbage collector.
 - `innerloop_ctx` warns on leaving if the loop diverged.
 - More: ``first_order=True``; `diffopt.accumulate` for micro-batches; `diffopt.state_dict` in the middle of a loop, in
@@ -82,7 +82,7 @@ def innerloop_ctx(
         track_higher_grads: Whether steps can be differentiated; False for adaptation at test time.
         first_order: Whether the inner gradients count as constants (first-order MAML).
         keep_history: Whether ``fmodel.parameters(time=t)`` reaches the weights of every step: True for all, False for
-            the first and the last only, None for those that the last ones depend on (with `first_order`, whose graph
+            the first and the last only, None for those since the graph was last cut (with `first_order`, whose graph
             holds no weights, as False).
 
     Yields:

@@ -31,7 +31,8 @@ class FastWeights:
             entry is the current one. A dropped entry is None.
         track: Whether earlier weights are kept at all; without it there is only the current entry.
         keep: Which weights between the first and the current ones are kept: True for all of them, False for none, None
-            for those that the current ones may depend on. A graph holds nearly all of those anyway.
+            for those since the graph was last cut, by weights that are leaves. The graph of the current ones holds
+            nearly all of these anyway.
         running: Whether a call of some module of the tree is under way.
     """
 
@@ -114,8 +115,8 @@ class FastWeights:
         chosen = self.history[index]
         if chosen is None:
             raise ValueError(
-                f"the weights at time={time} were dropped: between the first (0) and the last (-1) only those are kept "
-                "that the last ones depend on. Pass `keep_history=True` to `innerloop_ctx` or `monkeypatch`."
+                f"the weights at time={time} were dropped: between the first (0) and the last (-1) only those since "
+                "the last cut of the graph are kept. Pass `keep_history=True` to `innerloop_ctx` or `monkeypatch`."
             )
         return chosen
 

@@ -106,9 +106,9 @@ class FunctionalModule(_Patched):
 
         Args:
             recurse: Whether those of sub-modules are included.
-            time: After how many updates: 0 for the first, None or -1 for the last. The ones between are there if the
-                last ones depend on them, or with `keep_history=True`. With `track_higher_grads=False` there are only
-                the last, also at time 0.
+            time: After how many updates: 0 for the first, None or -1 for the last. Those between are there since the
+                graph was last cut, or with `keep_history=True` all. With `track_higher_grads=False` there are only the
+                last, also at time 0.
         """
         weights: FastWeights = self.__dict__[_WEIGHTS]
         chosen = weights.at(time)

@@ -62,7 +62,7 @@ def monkeypatch(
             module's parameters, which gradients reach.
         track_higher_grads: Whether earlier weights are kept beside the last; False at test time.
         keep_history: Whether `parameters(time=...)` reaches the weights of every update: True for all, False for the
-            first and the last only, None for those that the last ones depend on.
+            first and the last only, None for those since the graph was last cut, by weights that are leaves.
 
     >>> model = nn.Linear(1, 1)
     >>> fmodel = monkeypatch(model, copy_initial_weights=False)
