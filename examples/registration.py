@@ -161,7 +161,8 @@ def recover(of: Scene, method: Method, y0: Tensor) -> dict[str, Any]:
     else:
         found = search(lambda x: of.prior.value(method.rollout(of, x, y0)), x, gtol=GRADIENT_TOLERANCE)
     x = torch.from_numpy(found.x[:2])
-    y = method.rollout(of, x, y0)
+    with torch.no_grad():
+        y = method.rollout(of, x, y0)
     return {
         "x": x.tolist(),
         "upper": of.prior.value(y).item(),

@@ -38,7 +38,7 @@ def test_upper_is_the_mean_over_the_training_set(data: distillation.Data) -> Non
 
 
 def test_optimistic_images_have_the_best_classifier_among_their_minimisers(data: distillation.Data) -> None:
-    x, best = distillation.optimistic(data, 0)
+    x, best = distillation.optimistic(data, 0, 30.0)
     assert distillation.lower(best, x, data).item() < 1e-20
     best.requires_grad_()
     (gradient,) = torch.autograd.grad(distillation.upper(best, x, data), best)
