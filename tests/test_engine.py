@@ -131,7 +131,7 @@ MODULES: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     "tasks-adafactor": (small_mlp, (4,), {"rule": torch.optim.Adafactor, "tasks": 3}),
     "tasks-conv": (conv, (1, 6, 6), {"tasks": 2}),
 }
-LONG = ("fista", "tasks-adafactor", "tasks-conv")  # tracing these for the mixed mode takes 5 to 8 s
+LONG = ("adam", "fista", "tasks-adafactor", "tasks-conv")  # tracing these for the mixed mode takes 5 to 8 s
 
 
 @pytest.mark.parametrize(

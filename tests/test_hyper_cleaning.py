@@ -215,6 +215,7 @@ def test_missing_data(tmp_path: Path) -> None:
         scripts.run("hyper_cleaning", "--data", nowhere, "--out", tmp_path)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(example: ModuleType, tmp_path: Path) -> None:
     whole = example.load("digits", None)
     undisturbed = example.run(options(tmp_path / "whole"), "digits", whole)

@@ -154,6 +154,7 @@ def test_strengths_of_relevant_features_fall(problem: lasso.Problem, paths: dict
 # --- the script -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_script_and_a_killed_one_end_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = scripts.results("lasso", tmp_path / "whole", "--smoke", "--seeds", 3)
     assert [run["method"] for run in whole["runs"]] == 2 * [*lasso.METHODS, "LassoCV"]
