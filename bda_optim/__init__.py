@@ -11,6 +11,10 @@ from ._adjoints.guarded import Guarded
 from ._adjoints.implicit import Implicit
 from ._adjoints.unroll import FirstOrder, Truncated, Unroll
 from ._compiled.compiling import compiling
+from ._diagnose import diagnose
+from ._diagnosis.findings import Finding
+from ._diagnosis.report import Diagnosis
+from ._diagnosis.suggestion import Suggestion
 from ._functional_module import FunctionalModule
 from ._hypergradient import Hypergradient, hypergradient, lower_point, rollout
 from ._innerloop import DiffOptimizer, innerloop_ctx
@@ -32,7 +36,9 @@ __all__ = [
     "BDAInnerOptimizer",
     "Carry",
     "Checkpointed",
+    "Diagnosis",
     "DiffOptimizer",
+    "Finding",
     "FirstOrder",
     "ForwardMode",
     "FunctionalModule",
@@ -41,12 +47,14 @@ __all__ = [
     "Implicit",
     "Move",
     "Rule",
+    "Suggestion",
     "Trace",
     "Truncated",
     "Unroll",
     "closed_derivatives",
     "compiling",
     "constant",
+    "diagnose",
     "geometric",
     "harmonic",
     "hypergradient",

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ._adjoints.base import Adjoint
+from ._diagnose import diagnose_module
+from ._diagnosis.progress import Callback
+from ._diagnosis.report import Diagnosis
 from ._functional_module import FunctionalModule
 from ._modules.skeleton import Skeleton, module_slot
 from ._rollout.state import in_master, matching
@@ -148,28 +151,46 @@ class BDAInnerOptimizer(Optimizer):
             steps=steps, batches=batches, tasks=tasks, adjoint=adjoint, compile=compile, chunk_size=chunk_size,
             on_divergence=on_divergence,
         )  # fmt: skip
-        skeleton = Skeleton(model)
-        names, originals = self._owned(model)
-        slots = Slots()
-        template = slots.template(hyper, "hyper", module_slot(slots))
-        owned = {id(p) for group in self.param_groups for p in group["params"]}
-        others = {
-            name: slots.put(place.original, f"parameter {name!r}")
-            for name, place in skeleton.params.items()
-            if id(place.original) not in owned and place.original.requires_grad
-        }
-        if params is not None:
-            originals = matching(params, dict(zip(names, originals, strict=True)))
-            copy_initial_weights = False
-        state = in_master(self._initial(originals, skeleton, copy_initial_weights=copy_initial_weights), master)
-        objective = ModuleObjective(skeleton, names, others, template)
-        start = Start(objective, state, names, self.rule, self._groups(), template, slots)
+        start = self._start(model, hyper, params, copy_initial_weights=copy_initial_weights, master=master)
         end = solve(lower, upper, start, loop)
         warn_without_graph(end.state.params, start)
         # Not the skeleton of the loop: an adjoint that replays steps lays other iterates into that one, and holds it.
-        fmodel = FunctionalModule(Skeleton(model), names, end.state, self._update(tasks), end.mapper)
+        fmodel = FunctionalModule(Skeleton(model), start.names, end.state, self._update(tasks), end.mapper)
         fmodel.__dict__["trace"] = end.trace  # a parameter of the module may have this name
         return fmodel
+
+    @door("self model lower upper", then="hyper")
+    def diagnose(
+        self,
+        model: nn.Module,
+        lower: Loss,
+        upper: Loss,
+        *,
+        steps: int,
+        hyper: Any = None,
+        params: Mapping[str, Tensor] | None = None,
+        batches: Any = None,
+        upper_batch: Any = None,
+        tasks: int | None = None,
+        adjoint: Adjoint | None = None,
+        copy_initial_weights: bool = True,
+        master: torch.dtype | None = None,
+        products: int | None = None,
+        probes: int = 4,
+        seed: int = 0,
+        suggest: bool = True,
+        progress: bool | Callback | None = None,
+    ) -> Diagnosis:
+        """Measure the rollout that `unroll` would run, and suggest settings; see `bda_optim.diagnose`.
+
+        The arguments are those of `unroll`, `upper_batch`, which the upper loss is given at y_K, and those of
+        `bda_optim.diagnose`. The module, this optimizer, every `.grad` and the random state stay as they are.
+        """
+        return diagnose_module(
+            self, model, lower, upper, steps=steps, hyper=hyper, params=params, batches=batches,
+            upper_batch=upper_batch, tasks=tasks, adjoint=adjoint, copy_initial_weights=copy_initial_weights,
+            master=master, products=products, probes=probes, seed=seed, suggest=suggest, progress=progress,
+        )  # fmt: skip
 
     @torch.no_grad()
     def commit(self, fmodel: FunctionalModule) -> None:
@@ -349,6 +370,27 @@ class BDAInnerOptimizer(Optimizer):
                     "Make the optimizer from this module's `parameters()`."
                 )
         return [names[id(p)] for p in params], params
+
+    def _start(
+        self, model: nn.Module, hyper: Any, params: Any, *, copy_initial_weights: bool, master: torch.dtype | None
+    ) -> Start:
+        """Return where a rollout of `model` starts: at its parameters, or at the tensors `params` of their names."""
+        skeleton = Skeleton(model)
+        names, originals = self._owned(model)
+        slots = Slots()
+        template = slots.template(hyper, "hyper", module_slot(slots))
+        owned = {id(p) for group in self.param_groups for p in group["params"]}
+        others = {
+            name: slots.put(place.original, f"parameter {name!r}")
+            for name, place in skeleton.params.items()
+            if id(place.original) not in owned and place.original.requires_grad
+        }
+        if params is not None:
+            originals = matching(params, dict(zip(names, originals, strict=True)))
+            copy_initial_weights = False
+        state = in_master(self._initial(originals, skeleton, copy_initial_weights=copy_initial_weights), master)
+        objective = ModuleObjective(skeleton, names, others, template)
+        return Start(objective, state, names, self.rule, self._groups(), template, slots)
 
     def _initial(
         self, params: Sequence[Tensor], skeleton: Skeleton, *, copy_initial_weights: bool, device: Any = None

@@ -102,15 +102,9 @@ class Solution(NamedTuple):
 
 def solve(lower: Loss, upper: Loss | None, start: Start, loop: Loop) -> Solution:
     """Run K inner steps, chunk by chunk of tasks."""
-    check_ambient()
-    check_loss("lower", lower)
-    if upper is not None:
-        check_loss("upper", upper)
+    check(lower, upper, start, loop)
     if inside_transform():
         loop = _transformable(loop)
-    else:
-        for _, settings in start.groups:
-            _check_alpha(upper, settings, loop.steps)
     mapper = TaskMapper(loop.tasks) if loop.tasks else None
     parts = []
     for part in loop.chunks():
@@ -149,10 +143,29 @@ def warn_without_graph(params: Sequence[Tensor], start: Start) -> None:
         )
 
 
-def _run(
-    lower: Loss, upper: Loss | None, start: Start, loop: Loop, mapper: TaskMapper | None
-) -> tuple[InnerState, Trace]:
-    """Run K inner steps on all tasks at once."""
+def check(lower: Loss, upper: Loss | None, start: Start, loop: Loop) -> None:
+    """Raise where a rollout cannot run as it is asked for."""
+    check_ambient()
+    check_loss("lower", lower)
+    if upper is not None:
+        check_loss("upper", upper)
+    if not inside_transform():
+        for _, settings in start.groups:
+            _check_alpha(upper, settings, loop.steps)
+
+
+class Prepared(NamedTuple):
+    """What an adjoint is called with, and what messages call the tensors `values` of the slots."""
+
+    step: BDAStep
+    state: InnerState
+    values: tuple[Tensor, ...]
+    items: Items
+    names: Sequence[str]
+
+
+def prepare(lower: Loss, upper: Loss | None, start: Start, loop: Loop, mapper: TaskMapper | None = None) -> Prepared:
+    """Put the step of a rollout of all tasks at once together."""
     slots = start.slots.copy()
     groups = [Group(members, slots.template(dict(s), f"group {i}")) for i, (members, s) in enumerate(start.groups)]
     update = Update(start.rule, groups, tasks=loop.tasks)
@@ -162,6 +175,14 @@ def _run(
     check_devices(state.params, [*zip(slots.names, values, strict=True), *items.constants])
     objective = start.objective if mapper is None else TasksObjective(start.objective, mapper)
     step = BDAStep(objective, lower, upper, update, start.hyper, names=slots.names, param_names=start.names)
+    return Prepared(step, state, values, items, slots.names)
+
+
+def _run(
+    lower: Loss, upper: Loss | None, start: Start, loop: Loop, mapper: TaskMapper | None
+) -> tuple[InnerState, Trace]:
+    """Run K inner steps on all tasks at once."""
+    step, state, values, items, names = prepare(lower, upper, start, loop, mapper)
     versions = [] if step.transformed else [version_of(t) for t in values]
     adjoint = loop.adjoint or Unroll()
 
@@ -173,7 +194,7 @@ def _run(
     with surroundings(), explained(lower, upper):
         last, records = watched(run, loop.on_divergence, step, state, values, items, start.names)
     if versions:
-        refuse_changed(slots.names, values, versions)
+        refuse_changed(names, values, versions)
     return last, trace_of(records, loop.tasks)
 
 
