@@ -20,10 +20,10 @@ from ._solve import Loop, Start, solve, warn_without_graph
 from ._step.aggregation import at_step, needs_upper
 from ._step.gradients import Grads, both_gradients, no_gradient
 from ._step.objective import Loss, ModuleObjective
+from ._step.packing import check_rule_name, pack, unpack
 from ._step.proximal import NO_HYPER
 from ._step.rules.memory import complete_memory, stored_entries
 from ._step.rules.resolve import resolve
-from ._step.schedules import from_plain, to_plain
 from ._step.settings import check_group, complete
 from ._step.update import Group, Update, refuse_extrapolation
 from ._support.checks import check_ambient, door
@@ -263,16 +263,7 @@ class BDAInnerOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict, with a schedule as a name and numbers, and without callables and prox."""
-        packed: dict[str, Any] = super().state_dict()
-        packed["rule"] = self.rule.name
-        for group in packed["param_groups"]:
-            group.pop("prox")
-            for name in _SCHEDULED:
-                if callable(group[name]):
-                    plain = to_plain(group.pop(name))
-                    if plain is not None:
-                        group[name] = plain
-        return packed
+        return pack(super().state_dict(), self.rule)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state_dict; tensors are copied.
@@ -280,26 +271,12 @@ class BDAInnerOptimizer(Optimizer):
         A callable `alpha` and a `prox`, which it leaves out, stay as they are here; other settings that are missing, as
         in one written before they existed, get their defaults.
         """
-        if "rule" not in state_dict:
-            raise ValueError(
-                "this state_dict was not written by a BDAInnerOptimizer; got one without `rule`. To go on from an "
-                "optimizer of torch.optim, load it into that and pass the optimizer itself to `innerloop_ctx`."
-            )
-        if state_dict["rule"] != self.rule.name:
-            raise ValueError(
-                f"this state_dict belongs to the rule {state_dict['rule']}; got an optimizer with {self.rule.name}. "
-                f"Make it with `rule=` {state_dict['rule']}."
-            )
+        check_rule_name(state_dict, self.rule)
         loaded = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), dict(state_dict))
         loaded["param_groups"] = [dict(group) for group in loaded["param_groups"]]
-        kept = []
-        for group, live in zip(loaded["param_groups"], self.param_groups, strict=False):
-            live_ones = {name: live[name] for name in ("prox", *_SCHEDULED)}
-            defaults = {**complete(self.rule, {}), "k": 0, **live_ones}
-            kept.append({name: value for name, value in defaults.items() if name not in group})
-            group.update({name: from_plain(group[name]) for name in _SCHEDULED if isinstance(group.get(name), dict)})
+        missing = unpack(loaded["param_groups"], self.param_groups, self.rule)
         super().load_state_dict(loaded)
-        for group, own in zip(self.param_groups, kept, strict=True):
+        for group, own in zip(self.param_groups, missing, strict=True):
             group.update(own)  # only now: torch copies what it loads, and a learned strength would be another tensor
 
     def __repr__(self) -> str:
@@ -320,7 +297,8 @@ class BDAInnerOptimizer(Optimizer):
 
     def _groups(self) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
         """Return each group's indices among the adapted parameters, and its settings."""
-        found, count = [], 0
+        groups: list[tuple[tuple[int, ...], dict[str, Any]]] = []
+        count = 0
         for group in self.param_groups:
             keep = [place for place, p in enumerate(group["params"]) if _adapts(p)]
             settings = self._settings(group)
@@ -332,9 +310,9 @@ class BDAInnerOptimizer(Optimizer):
             for name, value in settings.items():
                 if isinstance(value, list) and not isinstance(self.rule.defaults.get(name), tuple):
                     settings[name] = [value[place] for place in keep]
-            found.append((tuple(range(count, count + len(keep))), settings))
+            groups.append((tuple(range(count, count + len(keep))), settings))
             count += len(keep)
-        return found
+        return groups
 
     def _update(self, tasks: int | None = None) -> Update:
         """Return the update with the groups' settings as they are now."""
@@ -342,14 +320,15 @@ class BDAInnerOptimizer(Optimizer):
 
     def _memory(self) -> tuple[Any, ...]:
         """Return the rule's state of each group, detached copies; new where there is none yet."""
-        params, found = self._adapted(), []
+        params = self._adapted()
+        memories = []
         for members, settings in self._groups():
             own = [params[i] for i in members]
             entries = tuple(self.state.get(p, {}) for p in own)
             memory = next((entry["group"] for entry in entries if "group" in entry), entries if any(entries) else None)
             memory = complete_memory(self.rule.init([p.detach() for p in own], settings), memory)
-            found.append(map_tensors(lambda t: t.detach().clone(), memory))
-        return tuple(found)
+            memories.append(map_tensors(lambda t: t.detach().clone(), memory))
+        return tuple(memories)
 
     def _store(self, memories: Sequence[Any]) -> None:
         """Keep the rule's state: per parameter, or whole with the first parameter of a group."""
@@ -409,12 +388,8 @@ class BDAInnerOptimizer(Optimizer):
                 raise ValueError(f"the closure must return the lower loss or (lower, upper); got {len(value)} values.")
             upper = value[1] if needs_upper(settings, value[1], k) else None
             return both_gradients(value[0], upper, params, k, retain_graph=upper is not None)
-        needs_upper(settings, None, k, _BOTH_LOSSES)
+        needs_upper(settings, None, k, "Pass a closure that returns (lower, upper) and does not call `backward()`.")
         return [p.grad for p in params], no_gradient(params)
-
-
-_SCHEDULED = ("alpha", "lr", "upper_lr")  # the settings that may be functions of k
-_BOTH_LOSSES = "Pass a closure that returns (lower, upper) and does not call `backward()`."
 
 
 def _adapts(p: Tensor) -> bool:

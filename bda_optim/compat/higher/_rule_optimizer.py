@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bda_optim._step.aggregation import at_step, is_zero, weight
+from bda_optim._step.packing import check_rule_name, pack, unpack
 from bda_optim._step.proximal import NO_HYPER
 from bda_optim._step.rules.base import FIXED, ParameterRule
 from bda_optim._step.rules.memory import complete_entry
-from bda_optim._step.schedules import from_plain, to_plain
 from bda_optim._step.settings import AGGREGATION, check_group
 from bda_optim._step.update import Group, Update, refuse_extrapolation
 from bda_optim._support.slots import Template
@@ -214,28 +214,17 @@ class RuleOptimizer(DifferentiableOptimizer):
             for entry in packed["state"].values() if self.rule.name == "SGD" else ():
                 entry.pop("step", None)  # torch.optim's SGD counts no steps
             return packed
-        packed["rule"] = self.rule.name
         for group in packed["param_groups"]:
-            group.pop("prox")
             group["k"] = self.k
-            if callable(group["alpha"]):
-                plain = to_plain(group.pop("alpha"))
-                if plain is not None:
-                    group["alpha"] = plain
-        return packed
+        return pack(packed, self.rule)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state_dict; see `DifferentiableOptimizer.load_state_dict`."""
         groups = [dict(group) for group in state_dict["param_groups"]]
         if self.aggregates:
-            if state_dict.get("rule") != self.rule.name:
-                raise ValueError(
-                    f"this state_dict belongs to the rule {state_dict.get('rule')}; got an optimizer with the rule "
-                    f"{self.rule.name}."
-                )
-            for group in groups:
-                if isinstance(group.get("alpha"), dict):
-                    group["alpha"] = from_plain(group["alpha"])
+            check_rule_name(state_dict, self.rule)
+            for group, missing in zip(groups, unpack(groups, self.param_groups, self.rule), strict=True):
+                group.update(missing)
         super().load_state_dict({**state_dict, "param_groups": groups})
         if self.aggregates:
             self.k = groups[0]["k"]
