@@ -43,7 +43,7 @@ def table(found: Mapping[str, Any]) -> str:
     ]
     for method in dict.fromkeys(run["method"] for run in found["runs"]):
         runs = [run for run in found["runs"] if run["method"] == method]
-        name = f"BDA, alpha_k = {found['c']:g}/k" if method == "BDA" else method
+        name = f"{method}, alpha_k = {found['c']:g}/k" if method.startswith("BDA") else method
         cells = (
             extent([run["upper"] for run in runs], 2),
             extent([to_optimum(found, run) for run in runs], 3),

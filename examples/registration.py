@@ -19,7 +19,8 @@ forgotten y_0.
     python examples/registration.py                     one photograph, three starts, both methods, the figure: minutes
     python examples/registration.py --full --data DIR   eight images of FashionMNIST, controls, noise, another prior
 
-Controls, in --full: alpha = 0 with the lower loss f + lambda F; alpha = 0 with y_0 learned together with x.
+Controls, in --full: alpha = 0 with the lower loss f + lambda F; alpha = 0 with y_0 learned together with x; the steps
+of BDA with the adjoint `Implicit` (which refuses alpha = 0 here, since the lower level does not determine y).
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ LOWER_LR = 0.4  # 0.94 / L_f: the eigenvalues of A A' end at 2.36
 FORGOTTEN = 0.05  # |dF/dy_0| / |dF/dy_K| at which the search for c stops
 LAMBDAS = (1e-3, 1e-2, 1e-1)  # of the control
 LEARNED_START_ITERATIONS = 60
+PRODUCTS = 1000  # of a solve of `Implicit`, at most
 GRADIENT_TOLERANCE = 1e-4  # of BFGS
 
 
@@ -69,6 +71,7 @@ class Method(NamedTuple):
     alpha: Any = 0.0
     penalty: float = 0.0  # lambda: the lower loss is f + lambda F
     learned_start: bool = False
+    adjoint: Any = None  # Unroll
     compile: bool = False  # takes seconds once, and a hypergradient a half (alpha = 0) to a third (BDA) of the time
 
     def rollout(self, of: Scene, x: Tensor, y0: Tensor, steps: int | None = None) -> Tensor:
@@ -76,7 +79,7 @@ class Method(NamedTuple):
         prior, penalty = of.prior, self.penalty
         rates = {"lr": 1 / (1 / LOWER_LR + penalty * 2 / prior.rate), "upper_lr": prior.rate}
         losses, known = LOSSES[prior.name, penalty], (of.operator(x), of.b)
-        options = {"steps": steps or STEPS, "alpha": self.alpha, "compile": self.compile}
+        options = {"steps": steps or STEPS, "alpha": self.alpha, "adjoint": self.adjoint, "compile": self.compile}
         return bda.rollout(*losses, y0, known, **options, **rates)
 
 
@@ -275,9 +278,11 @@ def work(job: Job, args: argparse.Namespace) -> dict[str, Any]:
     methods = [Method("alpha = 0"), Method("BDA", bda.harmonic(chosen["c"]))]
     if job.controls:
         methods += [Method(f"f + {penalty:g} F", penalty=penalty) for penalty in LAMBDAS]
+        methods.append(Method("BDA, Implicit", methods[1].alpha, adjoint=bda.Implicit(limit=PRODUCTS)))
     if job.learned_start:
         methods.append(Method("y_0 learned", learned_start=True))
-    methods = [method._replace(compile=args.full and args.data is not None) for method in methods]
+    many = args.full and args.data is not None
+    methods = [method._replace(compile=many and method.adjoint is None) for method in methods]
     runs = []
     for method, (start, y0) in itertools.product(methods, starts.items()):
         found = once(f"{method.name}, {start}", lambda method=method, y0=y0: recover(of, method, y0))
