@@ -58,19 +58,14 @@ def test_version_of_a_tensor() -> None:
 # The autograd graph.
 
 
-def test_numbers_of_nodes() -> None:
+def test_reentrant_checkpoints() -> None:
     x = torch.ones(1, requires_grad=True)
-    early = x.exp().grad_fn
+    outside = checkpoint.checkpoint(torch.exp, x, use_reentrant=True).exp()
     number = private.sequence_number()
-    late = x.exp().grad_fn
-    assert private.number_of(early) < number <= private.number_of(late), (
-        "a reentrant checkpoint outside the inner loop is refused, or one inside it is not"
-    )
-
-
-def test_name_of_a_reentrant_checkpoint() -> None:
-    y = checkpoint.checkpoint(torch.exp, torch.ones(1, requires_grad=True), use_reentrant=True)
-    assert y.grad_fn.name() == private.REENTRANT_CHECKPOINT, "the gradients inside a reentrant checkpoint are lost"
+    assert not private.has_reentrant_checkpoint(outside.exp().grad_fn, number), "one outside the inner loop is refused"
+    inside = checkpoint.checkpoint(torch.exp, outside, use_reentrant=True).exp()
+    assert private.has_reentrant_checkpoint(inside.grad_fn, number), "the gradients inside a reentrant one are lost"
+    assert not private.has_reentrant_checkpoint(x.exp().exp().grad_fn, 0)
 
 
 class Identity(torch.autograd.Function):
@@ -299,6 +294,7 @@ def test_dictionaries_of_a_module() -> None:
     assert private.PARAMETERS in vars(module), "patched modules of `compat.higher` do not notice an assignment"
     assert private.own_parameters(module[1])["weight"] is module[1].weight
     assert private.own_buffers(module[0])["running_mean"] is module[0].running_mean
+    assert private.own_children(module)["1"] is module[1]
     other = torch.zeros(1, 2)
     private.own_parameters(module[1])["weight"] = other  # no Parameter
     assert module[1].weight is other and module[1](torch.ones(1, 2)) == module[1].bias

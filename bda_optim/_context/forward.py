@@ -69,17 +69,11 @@ def refuse_checkpoint() -> None:
 def refuse_reentrant(loss: Any, since: int) -> None:
     """Raise if a loss contains a reentrant checkpoint: `autograd.grad` silently ignores the parameters inside it.
 
-    Only nodes from number `since` on are visited, so that a checkpoint outside the inner loop is allowed.
+    Only nodes from number `since` on count, so that a checkpoint outside the inner loop is allowed.
     """
-    stack = [loss.grad_fn] if isinstance(loss, Tensor) and loss.grad_fn is not None else []
-    seen: set[Any] = set(stack)
-    while stack:
-        node = stack.pop()
-        if node.name() == torch_private.REENTRANT_CHECKPOINT:
-            raise RuntimeError(_NO_HOOKS)
-        new = {n for n, _ in node.next_functions if n is not None and torch_private.number_of(n) >= since} - seen
-        seen |= new
-        stack.extend(new)
+    root = loss.grad_fn if isinstance(loss, Tensor) else None
+    if root is not None and torch_private.has_reentrant_checkpoint(root, since):
+        raise RuntimeError(_NO_HOOKS)
 
 
 class surroundings:

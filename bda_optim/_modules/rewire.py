@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._support.torch_private import COMPILED_CALL, MODULE_DICTS, compiled_original, own_buffers, own_parameters
+from .._support.torch_private import (
+    COMPILED_CALL,
+    MODULE_DICTS,
+    compiled_original,
+    own_buffers,
+    own_children,
+    own_parameters,
+)
 
 _EMPTY = (dict, OrderedDict, list, tuple, set, type(None))
 _ATOMS = (bool, int, float, str, torch.Tensor, nn.Parameter, torch.dtype, torch.device)
@@ -92,11 +99,11 @@ class Rewiring:
         twin.__dict__.update(module.__dict__)
         twin.__dict__.pop(COMPILED_CALL, None)  # bound to the user's module
         for key in MODULE_DICTS:
-            children = (
-                (name, self._twin(value) if isinstance(value, nn.Module) else value)
-                for name, value in module.__dict__[key].items()
-            )
-            twin.__dict__[key] = dict(children)
+            twin.__dict__[key] = dict(module.__dict__[key])
+        children = own_children(twin)
+        for name, child in children.items():
+            if child is not None:
+                children[name] = self._twin(child)
         for name in _slots(type(module)):  # type: ignore[arg-type]
             if hasattr(module, name):
                 object.__setattr__(twin, name, getattr(module, name))
@@ -111,8 +118,10 @@ class Rewiring:
                 continue
             content[key] = self._redirected(value)
         self._note(content)
-        names = [name for name in _slots(type(twin)) if hasattr(twin, name)]  # type: ignore[arg-type]
-        for name, value in {name: self._redirected(getattr(twin, name)) for name in names}.items():
+        for name in _slots(type(twin)):  # type: ignore[arg-type]
+            if not hasattr(twin, name):
+                continue
+            value = self._redirected(getattr(twin, name))
             object.__setattr__(twin, name, value)
             if isinstance(value, Tensor) and id(value) in self._places:
                 self._places[id(value)].spots.append((_Attributes(twin), name))
@@ -173,15 +182,16 @@ class Rewiring:
 
     def _note(self, container: dict[Any, Any] | list[Any] | deque[Any]) -> None:
         """Note which spots of a container, such as the `_flat_weights` of an RNN, refer to a tensor of the module."""
+        places = self._places
         for key, value in container.items() if isinstance(container, dict) else enumerate(container):
-            if isinstance(value, Tensor) and id(value) in self._places:
-                spots = self._places[id(value)].spots
+            if isinstance(value, Tensor) and id(value) in places:
+                spots = places[id(value)].spots
                 if not any(known is container and k == key for known, k in spots):
                     spots.append((container, key))
             elif isinstance(value, tuple):
                 for index, item in enumerate(value):
-                    if isinstance(item, Tensor) and id(item) in self._places:
-                        self._places[id(item)].spots.append((TupleEntries(container, key), index))
+                    if isinstance(item, Tensor) and id(item) in places:
+                        places[id(item)].spots.append((TupleEntries(container, key), index))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,7 +7,6 @@ torch changes it (`tests/test_torch_private.py`). "Since" gives the first releas
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 import traceback
 from collections import OrderedDict
@@ -83,12 +82,23 @@ def sequence_number() -> int:
     return _autograd._get_sequence_nr()
 
 
-# The number of a node of the autograd graph. `Node._sequence_nr`: since 2.1; no public alternative. It is read of every
-# node of a loss in every step, so it is not wrapped in a Python function.
-number_of = operator.methodcaller("_sequence_nr")
+def has_reentrant_checkpoint(root: Any, since: int) -> bool:
+    """Whether a ``torch.utils.checkpoint(..., use_reentrant=True)`` is among the nodes behind `root`, itself included.
 
-REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
-"""The name of the node of ``torch.utils.checkpoint(..., use_reentrant=True)``: since before 2.0."""
+    Only nodes from number `since` on are visited. The name of the checkpoint's node: since before 2.0.
+    `Node._sequence_nr`: since 2.1; no public alternative.
+    """
+    stack = [root]
+    seen = {root}
+    while stack:
+        node = stack.pop()
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        new = {n for n, _ in node.next_functions if n is not None and n._sequence_nr() >= since} - seen
+        seen |= new
+        stack.extend(new)
+    return False
+
 
 _SECOND_ORDER_NODES = {
     "EmbeddingBagBackwardBackward0": "EmbeddingBag",
@@ -304,6 +314,11 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
 def own_buffers(module: nn.Module) -> dict[str, Any]:
     """Return the dictionary of a module's own buffers."""
     return module._buffers
+
+
+def own_children(module: nn.Module) -> dict[str, Any]:
+    """Return the dictionary of a module's own sub-modules."""
+    return module._modules
 
 
 def compiled_original(module: nn.Module) -> Any:

@@ -213,7 +213,7 @@ EDITS: dict[str, Edit] = {
         "tests/test_buffers.py -k commit_restarts"
     ),
     "commit forgets the rule's state": Edit(
-        "_optimizer.py", "self._store(fmodel._state.rule)", "pass", "tests/test_buffers.py -k commit_writes"
+        "_optimizer.py", "self._store(state.rule)", "pass", "tests/test_buffers.py -k commit_writes"
     ),
     "own loop cut one step late": Edit("_innerloop.py", "k > self._cut", "k >= self._cut"),
     "own loop counts from 2": Edit("_innerloop.py", "        k = self.k + 1\n", "        k = self.k + 2\n"),
