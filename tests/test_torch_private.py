@@ -367,6 +367,12 @@ def test_a_trace_computes_nothing() -> None:
     assert ran and ran[0] is not Tensor, "functionalising a large step computes it once more"
 
 
+def test_compilation_is_announced() -> None:
+    with private.announced_compilation():
+        assert torch.compiler.is_compiling(), "models of `transformers` run uncompiled: their masks are read"
+    assert not torch.compiler.is_compiling()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_tables_of_operators() -> None:
     for table in private.operator_tables():

@@ -22,9 +22,14 @@ def reason(error: BaseException) -> str:
     RuntimeError: shape '[3]' is invalid for input of size 2, raised by ...
     """
     said = (str(error).splitlines() or [""])[0]
-    if "_local_scalar_dense" in str(error):
+    if reads_a_value(error):
         said = "the value of a tensor is read, as `.item()`, `float()`, `bool()` or an `if` do, and a trace has none"
     return f"{type(error).__name__}: {said}{_place(error)}"
+
+
+def reads_a_value(error: BaseException) -> bool:
+    """Whether a trace failed because the value of a tensor was read."""
+    return "_local_scalar_dense" in str(error)
 
 
 def _place(error: BaseException) -> str:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from .._support.tensors import layout
-from .._support.torch_private import trace_graph, version_of
+from .._support.torch_private import announced_compilation, trace_graph, version_of
 from .._support.tree import detach
 from .compiling import Choices
+from .failure import reads_a_value
 from .functional import functional
 from .inductor import compile_graph
 from .matmul import narrow, spell_out
@@ -47,16 +48,29 @@ class Program:
 
 
 def trace(function: Function, inputs: Sequence[Tensor]) -> tuple[GraphModule, list[Tensor | None]]:
-    """Return a function as a graph of tensor operations, and what it gave; the random state is as before."""
+    """Return a function as a graph of tensor operations, and its result; the random state is as before.
+
+    A trace cannot read the value of a tensor. Libraries that read some only where they are not being compiled, as
+    `transformers` does of its masks, are traced a second time with ``torch.compiler.is_compiling()``; what the graph
+    is compared with comes from an ordinary call then.
+    """
     result: list[Tensor | None] = []
 
-    def there(*flat: Tensor) -> list[Tensor]:
+    def present(*flat: Tensor) -> list[Tensor]:
         result[:] = function(*flat)
         return [t for t in result if t is not None]
 
     before = torch.get_rng_state()
     try:
-        graph = trace_graph(there, inputs)
+        graph = trace_graph(present, inputs)
+    except RuntimeError as error:
+        if not reads_a_value(error):
+            raise
+        torch.set_rng_state(before)
+        with announced_compilation():
+            graph = trace_graph(present, inputs)
+        torch.set_rng_state(before)
+        result[:] = function(*inputs)
     finally:
         torch.set_rng_state(before)
     return graph, detach(result)

@@ -6,11 +6,12 @@ torch changes it (`tests/test_torch_private.py`). "Since" gives the first releas
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -374,6 +375,20 @@ def compile_graph(graph: GraphModule, inputs: Sequence[Tensor], options: dict[st
     with tracing(TracingContext(fake)):
         compiled: Callable[..., Any] = torch._inductor.compile(graph, list(examples), options=options)
     return compiled
+
+
+@contextlib.contextmanager
+def announced_compilation() -> Iterator[None]:
+    """Let ``torch.compiler.is_compiling()`` be true, as it is while `torch.compile` and `torch.export` trace.
+
+    The flag behind it: since 2.3, before which the public function is always false outside of Dynamo.
+    """
+    before = getattr(torch.compiler, "_is_compiling_flag", False)
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def operator_tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
