@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import bda_optim as bda
 from bda_optim._compiled import cache, matmul, partition, program
-from bda_optim._compiled import step as compiled_step
+from bda_optim._compiled import programs as compiled_programs
 
 EXACT = [*problems.EXACT, bda.Checkpointed(every=2), bda.Truncated(last=100, within=bda.Checkpointed())]
 
@@ -33,7 +33,7 @@ def _fresh_engines() -> Iterator[None]:
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Run traced graphs without compiling them; the list counts how many were built."""
-    monkeypatch.setattr(compiled_step, "_MOST_STEPS", 2)  # tracing takes as long as there are steps in a call
+    monkeypatch.setattr(compiled_programs, "_MOST_STEPS", 2)  # tracing takes as long as there are steps in a call
     built: list[int] = []
 
     def compile(graph: Any, inputs: Any, options: Any) -> Any:

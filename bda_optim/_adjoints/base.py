@@ -81,8 +81,8 @@ class Step:
         result: tuple[Any, Any] = self._function(state, hyper, item)
         return result
 
-    def units(self, items: Items) -> Items:
-        """Divide items into those that are taken by one call."""
+    def units(self, items: Items, *, joined: bool = False) -> Items:
+        """Divide items into those that are taken by one call; `joined`: no state between them is needed."""
         return items
 
     def first_order(self) -> Step:

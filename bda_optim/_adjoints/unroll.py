@@ -43,7 +43,7 @@ class Unroll:
     def __call__(self, step: Any, state: Any, hyper: tuple[Tensor, ...], items: Items) -> Result:
         """Run the loop in the caller's grad mode; steps that autograd cannot record are pulled back one by one."""
         step = as_step(step)
-        items = step.units(items)
+        items = step.units(items, joined=True)
         if not step.taped and any_requires_grad((state, hyper)):
             return replayed(step, state, hyper, items, starts=range(len(items)), record=True)
         records = []

@@ -20,24 +20,61 @@ _MOST_ENGINES = 8
 """So many problems with the same lower loss are kept."""
 
 
+_MOST_SIZES = 3
+"""So many numbers of steps per call are compiled for one problem, as K changes."""
+
+_LEFT_OVER = 0.25
+"""The largest share of K steps that may be left over and run uncompiled, if another number of steps divides K."""
+
+
 class Engine:
-    """The programs of one problem."""
+    """The programs of one problem, and what is known of it.
+
+    Attributes:
+        choices: How it is compiled.
+        programs: Programs of a single kind.
+        pairs: Programs of steps and their pull-backs; None where they could not be compiled together.
+        forms: A number for each form of batches.
+        broken: Why it runs uncompiled, or None.
+        most: The maximum number of steps per call.
+        sizes: The numbers of steps per call that are in use.
+        mode: How its adjoint is computed.
+        exact: Whether a cotangent that is missing may not be replaced by zeros.
+        misses: How often in a row zeros in its place gave numbers that are not finite.
+        inspected: Whether it is known what its steps depend on.
+    """
 
     def __init__(self, choices: Choices) -> None:
-        """Start without any."""
-        self.choices, self.progress = choices, Progress(choices)
+        self.choices = choices
+        self._progress = Progress(choices)
         self.programs: dict[Hashable, Program] = {}
         self.pairs: dict[Hashable, Pair | None] = {}
         self.forms: dict[Hashable, int] = {}
         self.broken: str | None = None
-        self.size: int | None = None
+        self.most: int | None = None
+        self.sizes: list[int] = []
         self.mode: str | None = None
+        self.exact = False
+        self.misses = 0
         self.inspected = False
+
+    def steps_per_call(self, steps: int) -> int:
+        """Return how many of K steps share a call: a number that is compiled already, or one that divides K."""
+        fitting = [size for size in self.sizes if steps % size <= _LEFT_OVER * steps]
+        if fitting:
+            return min(fitting, key=lambda size: (steps % size, -size))
+        if len(self.sizes) >= _MOST_SIZES:
+            return max((size for size in self.sizes if size <= steps), default=min(self.sizes))
+        most = min(self.most or 1, steps)
+        size = next((size for size in range(most, most // 2, -1) if steps % size == 0), most)
+        if size not in self.sizes:
+            self.sizes.append(size)
+        return size
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         """Surround whatever traces, measures or compiles a program."""
-        with self.progress.running(), undisturbed():
+        with self._progress.running(), undisturbed():
             yield
 
 

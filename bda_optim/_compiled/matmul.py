@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._support.torch_private import has_onednn_linear, onednn_linear
+from .decisions import Decisions
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -82,6 +83,12 @@ def _fits(left: Node, right: Node) -> bool:
 
 @functools.cache
 def _is_faster(rows: int, inner: int, columns: int, threads: int) -> bool:
+    """Return whether oneDNN is faster: as a measurement says, once per machine."""
+    decisions = Decisions(f"product {rows} x {inner} x {columns}")
+    return decisions.get("oneDNN", lambda: _measured(rows, inner, columns), fixed=lambda: False)
+
+
+def _measured(rows: int, inner: int, columns: int) -> bool:
     """Measure both ways, in turns."""
     x, w = (torch.ones(size, inner, dtype=torch.float32, device="cpu") for size in (rows, columns))
     best: dict[str, float] = {}

@@ -40,11 +40,17 @@ class Program:
     constants: list[int | Tensor]
     present: list[bool]
 
-    def __call__(self, inputs: Sequence[Tensor], captured: Sequence[Tensor]) -> list[Tensor | None]:
+    def extra(self, captured: Sequence[Tensor]) -> list[Tensor]:
+        """Return the constants, given the tensors of closures as they are now."""
+        return [captured[c].detach() if isinstance(c, int) else c for c in self.constants]
+
+    def __call__(self, inputs: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Any]:
         """Run it; outputs that do not exist are None."""
-        extra = [captured[c].detach() if isinstance(c, int) else c for c in self.constants]
-        found = iter(self.call(*inputs, *extra))
-        return [next(found) if present else None for present in self.present]
+        outputs = self.call(*inputs, *extra)
+        if len(outputs) == len(self.present):
+            return list(outputs)
+        rest = iter(outputs)
+        return [next(rest) if present else None for present in self.present]
 
 
 def trace(function: Function, inputs: Sequence[Tensor]) -> tuple[GraphModule, list[Tensor | None]]:
@@ -96,8 +102,8 @@ class Pair:
 
     ahead: Program
     back: Program
-    misses: int = 0
-    """How often in a row it could not be used, for lack of a cotangent."""
+    steady: bool
+    """Whether the state after it is laid out as the one before, so that it can follow itself."""
 
     def versions(self, captured: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
         """Return the tensors of closures that both parts read, with their versions."""
@@ -109,13 +115,25 @@ def build_pair(
     function: Function,
     inputs: Sequence[Tensor],
     tangents: Sequence[Tensor],
+    *,
+    state: int,
     first: int,
     captured: Sequence[Tensor],
     choices: Choices,
 ) -> Pair | None:
-    """Trace a function whose first outputs do not depend on the tangents, its last arguments; compile it in two parts.
+    """Trace a step and its pull-back as one function, divide it, and compile both parts.
 
-    None if it cannot be divided, or if the parts together give something else than the whole.
+    Args:
+        function: Gives the state after the step, its losses, and the cotangents.
+        inputs: Its first arguments, the state before the step first.
+        tangents: Its last arguments, on which only the cotangents depend.
+        state: How many tensors the state has.
+        first: How many outputs do not depend on the tangents.
+        captured: The tensors of closures.
+        choices: How to compile.
+
+    Returns:
+        None if it cannot be divided, or if the parts together give something else than the whole.
     """
     graph, result = trace(function, [*inputs, *tangents])
     constants = _lift_constants(graph)
@@ -127,12 +145,13 @@ def build_pair(
     places = _places(constants, captured)
     *parts, count = divided
     ahead = Program(_compiled(parts[0], [*inputs, *constants], choices), places, there[:first] + [True] * count)
-    found = ahead(inputs, captured)
-    saved = [t for t in found[first:] if t is not None]
+    extra = ahead.extra(captured)
+    outputs = ahead(inputs, extra)
+    saved = outputs[first:]
     back = Program(_compiled(parts[1], [*inputs, *saved, *tangents, *constants], choices), places, there[first:])
-    if not agree([*found[:first], *back([*inputs, *saved, *tangents], captured)], result):
+    if not agree([*outputs[:first], *back([*inputs, *saved, *tangents], extra)], result):
         return None
-    return Pair(ahead, back)
+    return Pair(ahead, back, all(layout(a) == layout(b) for a, b in zip(outputs, inputs[:state], strict=False)))
 
 
 def _compiled(graph: GraphModule, inputs: Sequence[Tensor], choices: Choices) -> Callable[..., Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,17 +10,59 @@ import torch
 from torch import Tensor
 
 from .._support.slots import Slot
+from .._support.tensors import layout
 from .._support.tree import flatten, tensors, unflatten
 from .._support.types import Item
 from .trace_key import freeze
 
 
-class Unit(NamedTuple):
-    """Steps that share a call: their items, one row of numbers (k, rates, weights) for each, and their form."""
+class Part(NamedTuple):
+    """Steps that share a compiled call: their items, a row of numbers (k, rates, weights) for each, and their form."""
 
     items: tuple[Item, ...]
     rows: Tensor
     form: Form
+
+
+class Plan:
+    """The parts of a unit, in order. A tree that contains a plan does not contain what is inside.
+
+    Attributes:
+        parts: The parts.
+        compiled: Whether they are compiled; the steps that are left over after all whole parts are not.
+    """
+
+    def __init__(self, parts: Sequence[Part], *, compiled: bool) -> None:
+        self.parts = tuple(parts)
+        self.compiled = compiled
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """All steps."""
+        return tuple(item for part in self.parts for item in part.items)
+
+
+class Unit(NamedTuple):
+    """Steps that an adjoint takes by one call.
+
+    Attributes:
+        tensors: The distinct tensors of their batches, whose versions are watched.
+        plan: What is to be done.
+    """
+
+    tensors: tuple[Tensor, ...]
+    plan: Plan
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], *, compiled: bool) -> Unit:
+        """Return the unit of some parts."""
+        distinct = {id(t): t for part in parts for t in part.form.tensors}
+        return cls(tuple(distinct.values()), Plan(parts, compiled=compiled))
+
+    def first(self) -> Unit:
+        """Return the first step alone, uncompiled."""
+        part = self.plan.parts[0]
+        return Unit.of([Part(part.items[:1], part.rows[:1], part.form)], compiled=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,20 +81,21 @@ class Units(Sequence[Unit]):
         self._modes = modes
         self._kept = getattr(items, "eager", True)  # the batches are held by their list anyway
         self._last_read: tuple[int, Item] | None = None
-        self._bounds: list[tuple[int, int]] = []
+        self._bounds: list[list[tuple[int, int]]] = []
+        self._whole = 0
         self._known: dict[int, Unit] = {}
         self._forms: dict[Hashable, Form] = {}
 
-    def between(self, start: int, stop: int) -> Unit:
-        """Return the unit of these steps; where they have the batches of another one, they share its form."""
+    def part(self, start: int, stop: int) -> Part:
+        """Return these steps as a part; where they have the batches of another one, they share its form."""
         items = tuple(map(self._read, range(start, stop)))
         modes = tuple(self._modes[start:stop])
         if not self._kept:
-            return Unit(items, self._table[start:stop], Form(items, modes))
+            return Part(items, self._table[start:stop], Form(items, modes))
         same = (tuple(id(item.batch) for item in items), modes)
         if same not in self._forms:
             self._forms[same] = Form(items, modes)
-        return Unit(items, self._table[start:stop], self._forms[same])
+        return Part(items, self._table[start:stop], self._forms[same])
 
     def _read(self, index: int) -> Item:
         """Return an item; the last one is kept, so that a look at the first batch reads it once."""
@@ -61,18 +103,25 @@ class Units(Sequence[Unit]):
             self._last_read = index, self._items[index]
         return self._last_read[1]
 
-    def divided(self, size: int) -> Units:
-        """Divide into units of `size` steps, and the rest into single ones."""
-        whole = len(self._items) - len(self._items) % size
-        starts = [*range(0, whole, size), *range(whole, len(self._items)), len(self._items)]
-        self._bounds = list(itertools.pairwise(starts))
+    def divided(self, size: int, *, joined: bool) -> Units:
+        """Divide into parts of `size` steps, each a unit or all `joined` in one; what is left over is one unit."""
+        steps = len(self._items)
+        whole = steps - steps % size
+        parts = [(start, start + size) for start in range(0, whole, size)]
+        self._bounds = ([parts] if parts else []) if joined else [[part] for part in parts]
+        self._whole = len(self._bounds)
+        if whole < steps:
+            self._bounds.append([(whole, steps)])
         return self
 
     def __len__(self) -> int:
         return len(self._bounds)
 
     def __getitem__(self, index: Any) -> Any:
-        unit = self._known.get(index) or self.between(*self._bounds[index])
+        unit = self._known.get(index)
+        if unit is None:
+            parts = [self.part(start, stop) for start, stop in self._bounds[index]]
+            unit = Unit.of(parts, compiled=range(len(self))[index] < self._whole)
         if self._kept:
             self._known[index] = unit
         return unit
@@ -91,7 +140,8 @@ class Form:
             leaves, spec = flatten(item.batch)
             self._batches.append(([self._place(leaf, known) for leaf in leaves], spec))
         shapes = [(tuple(map(_comparable, leaves)), repr(spec)) for leaves, spec in self._batches]
-        self.key = (tuple(shapes), self.modes)
+        self.layouts = tuple(map(layout, self.tensors))
+        self.key = (tuple(shapes), self.modes, self.layouts)
 
     def _place(self, leaf: Any, known: dict[int, _Nth]) -> Any:
         if not isinstance(leaf, Tensor):

@@ -12,7 +12,7 @@ from torch import Tensor, optim
 from torch.utils import _pytree as pytree
 
 import bda_optim as bda
-from bda_optim._compiled import step as compiled_step
+from bda_optim._compiled import programs as compiled_programs
 
 from .problem import Problem
 
@@ -145,9 +145,9 @@ def traced() -> Iterator[None]:
     """Run traced graphs as they are: compiling one takes some twenty seconds."""
     import torch._inductor
 
-    compile, steps = torch._inductor.compile, compiled_step._MOST_STEPS
-    torch._inductor.compile, compiled_step._MOST_STEPS = lambda graph, inputs, options: graph, 2
+    compile, steps = torch._inductor.compile, compiled_programs._MOST_STEPS
+    torch._inductor.compile, compiled_programs._MOST_STEPS = lambda graph, inputs, options: graph, 2
     try:
         yield
     finally:
-        torch._inductor.compile, compiled_step._MOST_STEPS = compile, steps
+        torch._inductor.compile, compiled_programs._MOST_STEPS = compile, steps

@@ -1,0 +1,236 @@
+"""The programs of a problem: which there are, how they are made, and what is decided by measurement."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._adjoints.base import Cotangents
+from .._step.step import BDAStep
+from .._support.checks import user_level
+from .._support.tensors import layout
+from .._support.torch_private import forward_gradients
+from .cache import Engine
+from .decisions import Decisions
+from .failure import reason
+from .functions import Functions
+from .program import Function, Pair, agree, build, build_pair, trace
+from .units import Form, Part
+
+_MOST_STEPS, _MOST_OPERATIONS = 10, 500
+"""How many steps share a call at most, and about how many operations; compilation takes longer than in proportion."""
+
+_SMALL = 20_000
+"""With deterministic algorithms steps share calls where no tensor has more numbers than this; nothing is measured."""
+
+_CALL, _OPERATION = 40e-6, 6e-6
+"""Seconds that a compiled call takes beside its kernels, and that an uncompiled operation takes beside its own."""
+
+_SHARE = 0.1
+"""The largest share of the time that calls should take."""
+
+_MOST_PROGRAMS = 16
+"""So many layouts of batches are compiled for one problem before it runs uncompiled."""
+
+
+class Programs:
+    """Finds the programs of a problem, and compiles those that are new.
+
+    Args:
+        step: The step.
+        functions: The step as functions of flat tensors.
+        engine: The programs that there are.
+        captured: The tensors of closures.
+        where: Which tensors of the state can have a cotangent.
+        wanted: Which tensors of hyper require grad.
+        mode: How the adjoint is to be computed: "auto", "reverse" or "mixed".
+    """
+
+    def __init__(
+        self,
+        step: BDAStep,
+        functions: Functions,
+        engine: Engine,
+        captured: Sequence[Tensor],
+        where: Sequence[bool],
+        wanted: tuple[bool, ...],
+        mode: str,
+    ) -> None:
+        self._step = step
+        self._functions = functions
+        self._engine = engine
+        self._captured = captured
+        self._where = where
+        self._wanted = wanted
+        self._mode = mode
+
+    def most_steps(self, part: Part, values: Sequence[Tensor], hyper: Sequence[Tensor]) -> int:
+        """Return how many steps should share a call, so that calls take a small share of the time."""
+        flat = _flat(part, values, hyper)
+        sweep = self._functions.sweep(part.form)
+
+        def chosen(*, measured: bool) -> int:
+            try:
+                with self._engine.compiling():
+                    graph, _ = trace(sweep, flat)
+            except Exception:  # it will be met again, and reported, when the step is compiled
+                return 1
+            operations: int = sum(node.op == "call_function" for node in graph.graph.nodes)
+            most = max(1, min(_MOST_STEPS, _MOST_OPERATIONS // operations))
+            if not measured:
+                return most if max(t.numel() for t in (*flat, *self._captured)) <= _SMALL else 1
+            seconds = max(_seconds(sweep, flat) - operations * _OPERATION, 1e-9)
+            return max(1, min(most, round(_CALL / (_SHARE * seconds))))
+
+        decisions = self._decisions(part.form, flat)
+        return decisions.get("steps", lambda: chosen(measured=True), fixed=lambda: chosen(measured=False))
+
+    def _decisions(self, form: Form, flat: Sequence[Tensor]) -> Decisions:
+        """Return the choices of this problem, which a process may have made before."""
+        step = self._step
+        codes = [getattr(getattr(loss, "__code__", None), "co_code", b"").hex() for loss in (step.lower, step.upper)]
+        shapes = [layout(t) for t in (*flat, *self._captured)]
+        rule = (step.update.rule.name, step.update.tasks, form.modes, step.constant_gradients)
+        limits = (_MOST_STEPS, _MOST_OPERATIONS, _CALL, _OPERATION, _SHARE)
+        return Decisions(f"{codes} {shapes} {rule} {self._mode} {limits}")
+
+    def pair(self, part: Part, values: Sequence[Tensor], hyper: Sequence[Tensor]) -> Pair | None:
+        """Return a program of the steps and its pull-back; None if they are not compiled together."""
+        engine = self._engine
+        if engine.broken or engine.exact:
+            return None
+        key = (self.number(part.form), tuple(map(layout, values)), tuple(map(layout, hyper)), self._wanted)
+        if key not in engine.pairs:
+            if len(engine.pairs) >= _MOST_PROGRAMS:
+                self._give_up(f"more than {_MOST_PROGRAMS} layouts of batches or states were met")
+                return None
+            before = torch.get_rng_state()
+            try:
+                # This runs inside of an autograd function, which disables forward mode.
+                with engine.compiling(), forward_gradients(True):
+                    engine.pairs[key] = self._built_pair(part, values, hyper)
+            except Exception:  # the two programs are tried one by one then, and what is wrong is reported
+                engine.pairs[key] = None
+            finally:
+                torch.set_rng_state(before)
+            engine.exact = engine.exact or engine.pairs[key] is None
+        return engine.pairs[key]
+
+    def _built_pair(self, part: Part, values: Sequence[Tensor], hyper: Sequence[Tensor]) -> Pair | None:
+        generator = torch.Generator().manual_seed(0)
+        tangents = [
+            torch.randn(t.shape, dtype=t.dtype, generator=generator, device="cpu").to(t.device)
+            for t, there in zip(values, self._where, strict=True)
+            if there
+        ]
+        flat = _flat(part, values, hyper)
+        mixed = self._is_mixed(part.form, self._where, [*flat, *tangents])
+        joint = self._functions.pull(part.form, self._wanted, self._where, mixed=mixed, whole=True)
+        return build_pair(
+            joint, flat, tangents, state=len(values), first=len(values) + 2 * len(part.items), captured=self._captured,
+            choices=self._engine.choices,
+        )  # fmt: skip
+
+    def number(self, form: Form) -> int:
+        """Return a short name for the form of a part's batches: it is hashed in every call."""
+        if form.number is None:
+            form.number = self._engine.forms.setdefault(form.key, len(self._engine.forms))
+        return form.number
+
+    def run(
+        self, kind: str, part: Part, values: Sequence[Tensor], hyper: Sequence[Tensor], cotangents: Cotangents
+    ) -> list[Any] | None:
+        """Run a program of a kind, compiling it if it is new; None if that cannot be done."""
+        engine = self._engine
+        where = [c is not None for c in cotangents]
+        flat = [*_flat(part, values, hyper), *(c.detach().contiguous() for c in cotangents if c is not None)]
+        key = (kind, self.number(part.form), tuple(map(layout, flat)), self._wanted, tuple(where))
+        program = engine.programs.get(key)
+        if program is not None:
+            return program(flat, program.extra(self._captured))
+        if len(engine.programs) >= _MOST_PROGRAMS:
+            self._give_up(f"more than {_MOST_PROGRAMS} layouts of batches or states were met")
+            return None
+        try:
+            with engine.compiling():
+                function = self._function_of(kind, part.form, where, flat)
+                program, want = build(function, flat, self._captured, engine.choices)
+            result = program(flat, program.extra(self._captured))
+            same = agree(result, want)
+        except Exception as error:  # whatever the compiler stumbled over, the uncompiled step is right
+            self._give_up(f"the step could not be compiled ({reason(error)})")
+            return None
+        if not same:
+            self._give_up("the compiled step gives other numbers than the uncompiled one")
+            return None
+        engine.programs[key] = program
+        return result
+
+    def _function_of(self, kind: str, form: Form, where: Sequence[bool], flat: Sequence[Tensor]) -> Function:
+        """Return what a program of a kind computes."""
+        if kind == "sweep":
+            return self._functions.sweep(form)
+        if kind == "push":
+            return self._functions.push(form, where)
+        return self._functions.pull(form, self._wanted, where, mixed=self._is_mixed(form, where, flat))
+
+    def _is_mixed(self, form: Form, where: Sequence[bool], flat: Sequence[Tensor]) -> bool:
+        """Whether the adjoint is computed in mixed mode: as asked for, or as a measurement of both says."""
+        if self._engine.mode is None:
+            modes = ("reverse", "mixed")
+            pulls = {m: self._functions.pull(form, self._wanted, where, mixed=m == "mixed") for m in modes}
+            before = torch.get_rng_state()
+            pulls["reverse"](*flat)
+            draws = not torch.equal(before, torch.get_rng_state())
+            torch.set_rng_state(before)
+            if draws and self._mode == "mixed":
+                warnings.warn(
+                    'compile="mixed" evaluates a loss twice, and this one draws random numbers; it runs in '
+                    '"reverse" mode instead.',
+                    stacklevel=user_level(),
+                )
+            if draws or self._mode != "auto":
+                self._engine.mode = "reverse" if draws else self._mode
+            else:
+                decisions = self._decisions(form, flat)
+                self._engine.mode = decisions.get("mode", lambda: _fastest(pulls, flat), fixed=lambda: "reverse")
+        return self._engine.mode == "mixed"
+
+    def _give_up(self, reason: str) -> None:
+        """Run this problem uncompiled from now on, and say so."""
+        self._engine.broken = reason
+        warnings.warn(f"compile=True: {reason}; this problem runs uncompiled from now on.", stacklevel=user_level())
+
+
+def _flat(part: Part, values: Sequence[Tensor], hyper: Sequence[Tensor]) -> list[Tensor]:
+    """Return the arguments of a program, without cotangents."""
+    return [t.detach() for t in (*values, *hyper, *part.form.tensors, part.rows)]
+
+
+def _fastest(functions: dict[str, Function], inputs: Sequence[Tensor]) -> str:
+    """Measure functions, uncompiled and in turns, and return the name of the fastest."""
+    times = dict.fromkeys(functions, math.inf)
+    for name in (*functions, *functions, *functions):
+        try:
+            times[name] = min(times[name], _seconds(functions[name], inputs, rounds=1))
+        except (RuntimeError, NotImplementedError):  # not every operation has a forward derivative
+            continue
+    return min(times, key=lambda name: times[name])
+
+
+def _seconds(function: Function, inputs: Sequence[Tensor], rounds: int = 5) -> float:
+    """Return the shortest time of some calls; the random state is as before."""
+    before = torch.get_rng_state()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        function(*inputs)
+        times.append(time.perf_counter() - start)
+        torch.set_rng_state(before)
+    return min(times)
