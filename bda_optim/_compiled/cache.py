@@ -38,6 +38,7 @@ class Engine:
         broken: Why it runs uncompiled, or None.
         most: The maximum number of steps per call.
         sizes: The numbers of steps per call that are in use.
+        pulled: Whether there is a backward pass, so that steps are compiled together with their pull-back.
         mode: How its adjoint is computed.
         exact: Whether a cotangent that is missing may not be replaced by zeros.
         misses: How often in a row zeros in its place gave numbers that are not finite.
@@ -53,6 +54,7 @@ class Engine:
         self.broken: str | None = None
         self.most: int | None = None
         self.sizes: list[int] = []
+        self.pulled = False
         self.mode: str | None = None
         self.exact = False
         self.misses = 0

@@ -92,6 +92,7 @@ class CompiledStep(Step):
     def units(self, items: Sequence[Item], *, joined: bool = False) -> Sequence[Unit]:
         """Divide items into units: one for each call, or one for all calls."""
         units = Units(items, *self._table(items))
+        self._engine.pulled |= joined  # by `Unroll`: these steps are recorded, or `Truncated` records those that follow
         if self._engine.most is None:
             self._engine.most = self._programs.most_steps(units.part(0, 1), tensors(self._state), self._hyper)
         return units.divided(self._engine.steps_per_call(len(items)), joined=joined and not self._engine.exact)
@@ -124,6 +125,7 @@ class CompiledStep(Step):
         if self._engine.broken or not unit.plan.compiled:
             return self.tape(state, hyper, unit)
         self._inspect(state, hyper, unit)
+        self._engine.pulled = True
         values, losses, chain = self._forward(state, hyper, unit, keep=True)
         return replace_tensors(state, values), _records(losses), chain
 
@@ -180,11 +182,12 @@ class CompiledStep(Step):
         count = len(values)
         losses: list[Any] = []
         chain = _Chain([], []) if keep else None
+        paired = self._differentiated and self._engine.pulled
         pair = known = None
         for part in unit.plan.parts:
             number = self._programs.number(part.form)
             if pair is None or not pair.steady or number != known:
-                pair = self._programs.pair(part, values, fixed) if self._differentiated else None
+                pair = self._programs.pair(part, values, fixed) if paired else None
                 known = number
                 extra = [] if pair is None else pair.ahead.extra(self._captured)
                 if pair is not None and chain is not None:
