@@ -92,6 +92,30 @@ def softmax(dtype: torch.dtype = torch.float32, *, smoke: bool = False) -> Workl
     return _reweighting(model, *data, torch.randn(count), dtype, steps=5 if smoke else 20, lr=0.1, jax=jax_linear)
 
 
+def settled(dtype: torch.dtype = torch.float32, *, smoke: bool = False) -> Workload:
+    """Clean 1000 examples of 100 features and 5 classes, with a penalty: 400 steps reach the solution to 1e-6."""
+    count, features = (60, 10) if smoke else (1000, 100)
+    generator = torch.Generator().manual_seed(0)
+    inputs, others = (torch.randn(count, features, generator=generator).to(dtype) for _ in range(2))
+    truth = torch.randn(features, 5, generator=generator).to(dtype)
+    labels, wanted = (inputs @ truth).argmax(1), (others @ truth).argmax(1)
+    wrong = torch.rand(count, generator=generator) < 0.3
+    labels = torch.where(wrong, torch.randint(5, (count,), generator=generator), labels)
+    torch.manual_seed(0)
+    model = nn.Linear(features, 5).to(dtype)
+
+    def lower(net: Any, weights: Tensor, batch: Any = None) -> Tensor:
+        losses = F.cross_entropy(net(inputs), labels, reduction="none")
+        penalty = net.weight.square().sum() + net.bias.square().sum()
+        return (torch.sigmoid(weights) * losses).mean() + 0.005 * penalty
+
+    def upper(net: Any, weights: Tensor, batch: Any = None) -> Tensor:
+        return F.cross_entropy(net(others), wanted)
+
+    hyper = torch.zeros(count, dtype=dtype, requires_grad=True)
+    return Workload(model, lower, upper, hyper, 400, lr=2.0)
+
+
 def head(dtype: torch.dtype = torch.float32, *, smoke: bool = False) -> Workload:
     """Reweight the 25 examples of a softmax-regression head with 64 features and 5 classes; for very long K."""
     torch.manual_seed(0)

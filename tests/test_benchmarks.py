@@ -61,6 +61,16 @@ def test_tasks(tmp_path: Path) -> None:
 def test_adjoints(tmp_path: Path) -> None:
     found = smoke("adjoints", tmp_path, "--no-memory")
     assert all(e["relative_error"] < 1e-3 for e in found["entries"] if not e["name"].startswith("FirstOrder"))
+    settled = {e["name"]: e["relative_error"] for e in found["at_rest"]["entries"]}
+    assert settled["Implicit(), at rest"] < 1e-3 < 1e-2 < settled["Truncated(last=25), at rest"]
+
+
+def test_implicit_peers(tmp_path: Path) -> None:
+    found = smoke("implicit_peers", tmp_path)
+    ours, plain = (found["errors"][f"{name}, alpha=1e-3, K=100"] for name in ("Implicit(settle=16)", "Unroll()"))
+    for problem in ("n=10 < d=30", "the same, log-cosh"):
+        assert ours[problem] < 1e-2 < 0.5 < plain[problem]
+        assert found["errors"]["Implicit(), alpha=0, K=4000"][problem] == "RuntimeError"
 
 
 @pytest.mark.slow
@@ -75,7 +85,7 @@ def test_scale(tmp_path: Path) -> None:
         assert efficiency == sorted(efficiency, reverse=True) and 0 < efficiency[-1] < efficiency[0] < 1
 
 
-@pytest.mark.parametrize("script", ["against_peers", "memory_vs_k", "tasks", "adjoints", "scale"])
+@pytest.mark.parametrize("script", ["against_peers", "memory_vs_k", "tasks", "adjoints", "implicit_peers", "scale"])
 def test_header_is_question_and_output(script: str) -> None:
     header = (ROOT / "benchmarks" / f"{script}.py").read_text("utf-8").split('"""')[1]
     assert header.splitlines()[0].endswith("?")

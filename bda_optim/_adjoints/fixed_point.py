@@ -14,6 +14,7 @@ from torch import Tensor
 from .._context.environment import Ambient
 from .._step.stationary import StationaryMap, shown
 from .._support import autograd_graph
+from .._support.checks import user_level
 from .._support.tensors import describe
 from .._support.torch_private import version_of
 from .._support.tree import map_tensors, tensors
@@ -250,7 +251,7 @@ class FixedPoint:
                 f"{float(distance[worst]):.2g}, and |y_K| is {float(size[worst]):.2g}. Take more steps, or let Newton "
                 "steps follow: `Implicit(settle=8)`.",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=user_level(),
             )
 
 
