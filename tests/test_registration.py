@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,11 @@ def test_joint_optimum_agrees_with_phi(flower: _scene.Scene) -> None:
 # --- the methods ------------------------------------------------------------------------------------------------------
 
 
-def test_the_hypergradient_is_phi_s_only_with_bda(flower: _scene.Scene, starts: dict[str, Tensor]) -> None:
+@pytest.mark.slow
+def test_the_hypergradient_is_phi_s_only_with_bda(
+    flower: _scene.Scene, starts: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "COUNTS", (25, 400))
     c, tried = registration.choose_c(flower, starts.values())
     assert [row[0] for row in tried] == [0.25 * 2**i for i in range(len(tried))]
     assert tried[-1][0] == c and tried[-1][1] <= 0.05 < min(row[1] for row in tried[:-1])
@@ -138,9 +143,26 @@ def test_a_penalty_and_a_learned_start_reach_the_losses(flower: _scene.Scene, st
     assert torch.autograd.grad(found.sum(), y0)[0].abs().sum() > 0
 
 
+@pytest.mark.filterwarnings("ignore:y_K may be far from the fixed point")
+def test_the_implicit_control(flower: _scene.Scene, starts: dict[str, Tensor]) -> None:
+    """With BDA's steps it is as close to phi' as unrolling them; with alpha = 0 it says that y is left open."""
+    x = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    (exact,) = torch.autograd.grad(_scene.phi(flower, x)[0], x)
+    adjoint = bda.Implicit(limit=registration.PRODUCTS)
+
+    def found(alpha: Any) -> Tensor:
+        method = registration.Method("", alpha, adjoint=adjoint)
+        return torch.autograd.grad(_scene.smoothness(method.rollout(flower, x, starts["zero"])), x)[0]
+
+    assert (found(bda.harmonic(1.0)) - exact).norm() < 0.15 * exact.norm()
+    with pytest.raises(RuntimeError, match="the lower level leaves y open"):
+        found(0.0)
+
+
 # --- the script and its results ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = scripts.results("registration", tmp_path, "--smoke")
     shown = capsys.readouterr().out
