@@ -104,9 +104,18 @@ def test_bounds_must_be_positive(wrong: Any) -> None:
         bda.rollout(lower, None, START, X, steps=1, lr=0.1, clip_norm=wrong)
 
 
-def test_an_implicit_adjoint_refuses_clipping_with_alpha() -> None:
-    with pytest.raises(ValueError, match=r"a clipped one moves that point; got clip_norm=1\.5"):
-        bda.hypergradient(lower, upper, START, X, steps=4, lr=0.2, alpha=0.2, clip_norm=1.5, adjoint=bda.Implicit())
+@pytest.mark.parametrize("case", [{"clip_norm": 0.3}, {"clip_value": 0.2}], ids=str)
+@pytest.mark.parametrize("more", [{"alpha": 0.2}, {"weight_decay": 1.0}], ids=str)
+def test_an_implicit_adjoint_clips_where_the_loop_comes_to_rest(case: dict[str, Any], more: dict[str, Any]) -> None:
+    """There the lower gradient is not 0: the upper level or a decay balances it."""
+    start, x = double(1.0, -2.0, 0.5), double(2.0, 0.1, -0.3)
+    below = lambda y, x, b: 0.5 * (y - x).square().sum() + 0.2 * (y.sum() - x[2]) ** 2  # noqa: E731
+    above = lambda y, x, b: 0.5 * (y + x.sin()).square().sum()  # noqa: E731
+    options: dict[str, Any] = {"steps": 800, "lr": 0.2, "upper_lr": 0.2, "momentum": 0.5, **more}
+    want = bda.hypergradient(below, above, start, x, adjoint=bda.Checkpointed(), **case, **options)
+    got = bda.hypergradient(below, above, start, x, adjoint=bda.Implicit(tol=1e-12), **case, **options)
+    assert relative_error([got.grad], [want.grad]) < 1e-9
+    assert (got.params - bda.hypergradient(below, above, start, x, **options).params).norm() > 0.01, "it clips"
 
 
 # Transformations of torchopt.

@@ -20,6 +20,7 @@ from torch import Tensor
 from .._support.tree import replace_tensors, tensors
 from .._support.types import InnerState, Item, Move, Scalar, Settings
 from .aggregation import displacement, is_zero
+from .clipping import CLIPPING, clip
 from .gradients import Grads
 from .step import BDAStep
 from .update import Update
@@ -128,10 +129,11 @@ class _Still(Update):
         hyper: Any,
     ) -> InnerState:
         """Return the displacements, None where a parameter has no gradient."""
-        found: list[Any] = [None] * len(state.params)
+        moves: list[Any] = [None] * len(state.params)
         for group, chosen in zip(self.groups, settings, strict=True):
-            for place, i in enumerate(group.members):
-                y, grad = state.params[i], lower[i]
+            grads = clip([lower[i] for i in group.members], chosen, self.tasks)
+            for place, (i, grad) in enumerate(zip(group.members, grads, strict=True)):
+                y = state.params[i]
                 moved = displacement(
                     y,
                     None if grad is None else Move(_direction(grad, y, chosen, place), stationary_rate(chosen, place)),
@@ -140,8 +142,8 @@ class _Still(Update):
                     upper_lr=_upper_rate(chosen, place),
                     prox=self._bind(chosen["prox"], _nth(chosen["lr"], place), hyper),
                 )
-                found[i] = None if moved is None else moved.to(y.dtype)
-        return InnerState(tuple(found), state.rule, state.buffers)
+                moves[i] = None if moved is None else moved.to(y.dtype)
+        return InnerState(tuple(moves), state.rule, state.buffers)
 
 
 def stationary_rate(settings: Settings, place: int) -> Scalar:
@@ -175,13 +177,6 @@ def _direction(grad: Tensor, y: Tensor, settings: Settings, place: int) -> Tenso
 def check_rule(name: str, settings: Settings) -> None:
     """Raise where the loop of a rule does not come to rest where the plain map does."""
     alpha = settings["alpha"]
-    bounds = {bound: settings[bound] for bound in ("clip_norm", "clip_value") if settings[bound] is not None}
-    if bounds and not is_zero(alpha):
-        raise ValueError(
-            "the lower gradient is not 0 where an aggregated loop comes to rest, and a clipped one moves that point; "
-            f"got {', '.join(f'{n}={shown(v)}' for n, v in bounds.items())}. Leave the clipping out, or use "
-            "`Checkpointed()`."
-        )
     if name in DESCENT:
         momentum = settings.get("momentum", 0.0)
         if isinstance(momentum, int | float) and momentum >= 1:
@@ -224,9 +219,11 @@ def _relative_rates(update: Update, params: Sequence[Tensor], settings: Sequence
     """Return what each row of ``dR/dy`` has as a factor, relative to the largest; None if rows mix both levels apart.
 
     A row is ``a s_u F_yy + (1 - a) s f_yy``. Where the ratio of the two factors is the same in all rows, the matrix is
-    a diagonal one times a symmetric one.
+    a diagonal one times a symmetric one. A prox and clipping have Jacobians of their own.
     """
-    if any(s["prox"] is not None for s in settings) or len({s["maximize"] for s in settings}) > 1:
+    if any(s[name] is not None for s in settings for name in ("prox", *CLIPPING)):
+        return None
+    if len({s["maximize"] for s in settings}) > 1:
         return None
     lower: list[Tensor] = [torch.zeros(())] * len(params)
     upper = list(lower)
