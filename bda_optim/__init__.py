@@ -4,8 +4,8 @@ from importlib import metadata as _metadata
 
 from . import prox
 from ._adjoints.base import Adjoint
+from ._adjoints.carry import Carry
 from ._adjoints.checkpointed import Checkpointed
-from ._adjoints.fixed_point import Carry
 from ._adjoints.forward_mode import ForwardMode
 from ._adjoints.guarded import Guarded
 from ._adjoints.implicit import Implicit

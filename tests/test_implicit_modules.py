@@ -189,6 +189,16 @@ def test_learned_settings(name: str) -> None:
     assert relative_error(found[1], found[0]) < 1e-8
 
 
+def test_rates_that_are_functions_of_k() -> None:
+    """The map has the rates of the last step."""
+    lower, upper, start, hyper = tree_problem()
+    options: dict[str, Any] = dict(steps=150, alpha=0.2, adjoint=TIGHT)
+    plain = bda.hypergradient(lower, upper, start, hyper, lr=0.3, upper_lr=0.2, **options).grad
+    rates: dict[str, Any] = {"lr": lambda k: min(0.3, 0.1 * k), "upper_lr": lambda k: max(0.2, 1 / k)}
+    varied = bda.hypergradient(lower, upper, start, hyper, **rates, **options).grad
+    assert relative_error(list(varied.values()), list(plain.values())) < 1e-9
+
+
 def test_a_learned_rate_has_no_influence_without_alpha() -> None:
     problem = ridge(8, 20, seed=0)
     lr = double(problem.lr).requires_grad_()

@@ -437,6 +437,33 @@ def test_single_precision_with_a_null_space() -> None:
     assert off(found[1], found[0]) < 1e-3
 
 
+@pytest.mark.parametrize("kind", ["autocast", "master"])
+def test_losses_in_reduced_precision(kind: str) -> None:
+    """Products have the precision of the losses: the default tolerance is out of reach, and a wider one is met."""
+    inputs, targets = numbers(40, 6, seed=1), numbers(40, 1, seed=2)
+
+    def slope(adjoint: Any, kind: str) -> Tensor:
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if kind == "master" else torch.float32
+        net, x = nn.Linear(6, 1).to(dtype), torch.zeros(40, 1, requires_grad=True, dtype=dtype)
+        a, b = inputs.to(dtype), targets.to(dtype)
+
+        def lower(net: Any, x: Tensor, batch: Any) -> Tensor:
+            return (x.sigmoid() * (net(a) - b).square()).mean() + 0.1 * (
+                net.weight.square().sum() + net.bias.square().sum()
+            )
+
+        inner = bda.BDAInnerOptimizer(net.parameters(), lr=0.3)
+        options: dict[str, Any] = {"master": torch.float32} if kind == "master" else {}
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast"):
+            fmodel = inner.unroll(net, lower, None, hyper=x, steps=200, adjoint=adjoint, **options)
+            return torch.autograd.grad((fmodel(a.flip(0)) - b).square().mean(), x)[0].float()
+
+    with pytest.raises(RuntimeError, match="if the losses compute in reduced precision, raise `tol`"):
+        slope(bda.Implicit(), kind)
+    assert off(slope(bda.Implicit(tol=0.02), kind), slope(bda.Checkpointed(), "float32")) < 0.05
+
+
 # What surrounds a solve.
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,66 +16,12 @@ from .._support import autograd_graph
 from .._support.checks import user_level
 from .._support.tensors import describe
 from .._support.torch_private import version_of
-from .._support.tree import map_tensors, tensors
+from .._support.tree import tensors
 from . import krylov
 from .base import Cotangents, changed_in_place, refuse_captured
+from .carry import Carry
 from .linear_solve import HARMLESS, Solution, Vector, combined, norm
 from .linearised import Linearised
-
-
-@dataclasses.dataclass(eq=False)
-class Carry:
-    """What one implicit solve leaves for the next: its solution, and what is known of the fixed point.
-
-    The only mutable part of `Implicit`. A solution whose shapes do not fit the next problem is dropped.
-
-    Attributes:
-        v: The solution of the last system, one tensor per parameter, where the next solve starts; None at first.
-        iterations: The number of products with the derivative of the step.
-        residual: ``|b - M^T v| / |b|``, with tasks the largest.
-        moved: ``|S(y_K) - y_K|``, how far a further step would go.
-        low: The smallest eigenvalue of M that the solver met (a singular value, with a prox).
-        high: The largest.
-        distance: ``moved / low``, an estimate of the distance of y_K to the fixed point.
-
-    >>> carry = Carry()
-    >>> carry.load_state_dict(Carry(v=[torch.ones(2)], iterations=3).state_dict())
-    >>> carry.v, carry.iterations
-    ([tensor([1., 1.])], 3)
-    """
-
-    v: list[Tensor] | None = dataclasses.field(default=None, repr=False)
-    iterations: int = 0
-    residual: float = math.nan
-    moved: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
-    distance: float = math.nan
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all attributes, with copies of the tensors."""
-        return {f.name: _copied(getattr(self, f.name)) for f in dataclasses.fields(self)}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned; tensors are copied."""
-        names = {f.name for f in dataclasses.fields(self)}
-        if set(state_dict) != names:
-            raise ValueError(
-                f"the state of a `Carry` has {', '.join(sorted(names))}; got {', '.join(sorted(state_dict)) or 'none'}."
-                " Pass what `state_dict()` returned."
-            )
-        for name, value in state_dict.items():
-            setattr(self, name, _copied(value))
-
-    def start(self, params: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the last solution if it fits these parameters."""
-        if self.v is not None and [t.shape for t in self.v] != [p.shape for p in params]:
-            self.v = None
-        return None if self.v is None else [t.to(p.device, p.dtype) for t, p in zip(self.v, params, strict=True)]
-
-
-def _copied(value: Any) -> Any:
-    return map_tensors(lambda t: t.detach().clone(), value)
 
 
 class FixedPoint:
@@ -99,7 +44,11 @@ class FixedPoint:
         carry: Carry | None, start: Sequence[Tensor], names: Sequence[str],
     ) -> None:  # fmt: skip
         """Record the map at the last iterate."""
-        self._still, self._given, self._tol, self._limit, self._carry = still, hyper, tol, limit, carry
+        self._still = still
+        self._given = hyper
+        self._tol = tol
+        self._limit = limit
+        self._carry = carry
         self._symmetric = still.rates is not None and solver in ("auto", "minres")
         self._solver = ("minres" if self._symmetric else "gmres") if solver == "auto" else solver
         self._names = list(names) or [f"hyper[{i}]" for i in range(len(hyper))]
@@ -125,7 +74,8 @@ class FixedPoint:
     def settle(self, steps: int) -> None:
         """Take Newton steps until the map no longer moves the point, each as long as it brings that nearer."""
         for _ in range(steps):
-            moved, size = self._moved(self._at), norm(self._packed(self.params))
+            moved = norm(self._at.value)
+            size = norm(self._packed(self.params))
             far = moved > 8 * torch.finfo(self._at.value[0].dtype).eps * size
             if not bool(far.any()) or not bool(torch.isfinite(moved).all()):
                 return
@@ -135,12 +85,14 @@ class FixedPoint:
     def _newton_step(self, moved: Tensor) -> bool:
         """Try ``y - t M^-1 R`` with t = 1, 1/2, ... for each task; return whether one of them came nearer."""
         direction = self._newton_direction()
-        start, length = self._packed(self.params), torch.ones_like(moved)
-        best, accepted = self._at, torch.zeros_like(moved, dtype=torch.bool)
+        start = self._packed(self.params)
+        length = torch.ones_like(moved)
+        accepted = torch.zeros_like(moved, dtype=torch.bool)
+        best = self._at
         for _ in range(_HALVINGS):
             there = combined(start, direction, -length)
             trial = self._recorded(self._at.packing.tensors(there))
-            accepted = self._moved(trial) < moved
+            accepted = norm(trial.value) < moved
             if bool(accepted.all()):
                 best = trial
                 break
@@ -161,8 +113,8 @@ class FixedPoint:
 
     def attached(self, hyper: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the point, differentiable in `hyper`."""
-        found: tuple[Tensor, ...] = _Attached.apply(self, *hyper)  # type: ignore[no-untyped-call]
-        return found
+        leaves: tuple[Tensor, ...] = _Attached.apply(self, *hyper)  # type: ignore[no-untyped-call]
+        return leaves
 
     def pull(self, cotangents: Cotangents) -> Cotangents:
         """Return ``(dS/dx)^T v`` with ``M^T v = b``, b being the cotangents of the point."""
@@ -225,29 +177,34 @@ class FixedPoint:
             )
         return at
 
-    def _moved(self, at: Linearised) -> Tensor:
-        return norm(at.value)
-
     def _report(self, solution: Solution, v: Vector) -> None:
         """Write to the carry, and warn if the point may be far from the fixed point."""
-        moved = self._moved(self._at)
-        low, high = solution.low, solution.high
         carry = self._carry
-        if carry is not None and bool(low.isnan().all()):  # nothing was left to do
-            low, high = torch.full_like(low, carry.low), torch.full_like(high, carry.high)
-        distance = norm(self._divided(self._at.value)) / low.clamp(min=0.0)
-        distance = torch.where(moved == 0, 0.0, distance)
+        moved = norm(self._at.value)
+        low = solution.low
+        high = solution.high
+        if carry is not None and bool(low.isnan().all()):  # the carried solution was good enough
+            low = torch.full_like(low, carry.low)
+            high = torch.full_like(high, carry.high)
+        distance = torch.where(moved == 0, 0.0, norm(self._divided(self._at.value)) / low.clamp(min=0.0))
         if carry is not None:
             carry.v = [t.detach() for t in self._at.packing.tensors(v)]
-            carry.iterations, carry.residual = solution.products, float(solution.residual.max())
-            carry.moved, carry.distance = float(moved.max()), float(distance.max())
-            carry.low, carry.high = float(low.min()), float(high.max())
+            carry.iterations = solution.products
+            carry.residual = float(solution.residual.max())
+            carry.moved = float(moved.max())
+            carry.low = float(low.min())
+            carry.high = float(high.max())
+            carry.distance = float(distance.max())
+        self._warn(distance)
+
+    def _warn(self, distance: Tensor) -> None:
         size = norm(self._packed(self.params))
         # A loop that came a million times nearer than it started has converged, even if to 0.
-        if bool(((distance > 0.1 * size) & (distance > 1e-6 * self._travelled)).any()):
-            worst = int((distance / size).nan_to_num(0.0).argmax())
+        far = (distance > 0.1 * size) & (distance > 1e-6 * self._travelled)
+        if bool(far.any()):
+            worst = int(torch.where(far, distance / size, 0.0).argmax())
             warnings.warn(
-                f"y_K may be far from the fixed point that `Implicit` differentiates: the estimated distance is "
+                "y_K may be far from the fixed point that `Implicit` differentiates: the estimated distance is "
                 f"{float(distance[worst]):.2g}, and |y_K| is {float(size[worst]):.2g}. Take more steps, or let Newton "
                 "steps follow: `Implicit(settle=8)`.",
                 RuntimeWarning,
@@ -292,8 +249,8 @@ def refuse(solution: Solution, tol: float, limit: int, solver: str, weights: Seq
     if math.isfinite(tol) and bool(((solution.residual > tol) & ~solution.stalled).any()):
         raise RuntimeError(
             f"the solve for dF/dy did not converge: its residual is {worst:.2g} after {solution.products} products, "
-            f"and tol={tol:g}. Raise `limit` (now {limit}) or `alpha`, or take `tol=math.inf` for what {limit} "
-            "products give."
+            f"and tol={tol:g}. Raise `limit` (now {limit}) or `alpha`; if the losses compute in reduced precision, "
+            f"raise `tol`; or take `tol=math.inf` for what {limit} products give."
         )
 
 
@@ -312,7 +269,9 @@ class _Attached(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, point: FixedPoint, *hyper: Tensor) -> tuple[Tensor, ...]:
         """Return the point."""
-        ctx.point, ctx.hyper, ctx.versions = point, hyper, [version_of(h) for h in hyper]
+        ctx.point = point
+        ctx.hyper = hyper
+        ctx.versions = [version_of(h) for h in hyper]
         ctx.save_for_backward(*hyper)
         ctx.set_materialize_grads(False)
         return tuple(p.clone() for p in point.params)

@@ -17,7 +17,8 @@ from .._support.tensors import any_requires_grad, describe
 from .._support.tree import detach, flatten, map_tensors, tensors
 from .._support.types import Item
 from .base import Items, Result, Step, as_step
-from .fixed_point import Carry, FixedPoint, no_influence
+from .carry import Carry
+from .fixed_point import FixedPoint, no_influence
 from .replay import without_graph
 from .storage import Ledger
 
@@ -180,23 +181,25 @@ def _same(batch: Any, other: Any) -> bool:
     """Whether two batches consist of the same objects, or of equal plain values."""
     if batch is other:
         return True
-    (mine, shape), (theirs, other_shape) = flatten(batch), flatten(other)
+    leaves, shape = flatten(batch)
+    others, other_shape = flatten(other)
+    if len(leaves) != len(others) or repr(shape) != repr(other_shape):
+        return False
     plain = (bool, int, float, str, Slot)
-    return len(mine) == len(theirs) and repr(shape) == repr(other_shape) and all(
-        a is b or (isinstance(a, plain) and type(a) is type(b) and a == b) for a, b in zip(mine, theirs, strict=True)
-    )  # fmt: skip
+    pairs = zip(leaves, others, strict=True)
+    return all(a is b or (isinstance(a, plain) and type(a) is type(b) and a == b) for a, b in pairs)
 
 
 def _anchors(state: Any, hyper: Sequence[Tensor]) -> list[int]:
     """Return which tensors of `hyper` the initial parameters are copies of; raise if they require grad otherwise."""
-    found = []
+    origins = []
     for t in tensors(state):
         if t.requires_grad:
             origin = _origin(t, hyper)
             if origin is None:
                 raise ValueError(no_influence(t))
-            found.append(origin)
-    return found
+            origins.append(origin)
+    return origins
 
 
 def _origin(t: Tensor, hyper: Sequence[Tensor]) -> int | None:

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from .linear_solve import HARMLESS, Product, Solution, Solve, Vector, combined, dot, inverse, norm, scaled
+from .linear_solve import Product, Solution, Solve, Vector, combined, dot, inverse, norm, scaled
 
 RESTART = 30
 """How many basis vectors GMRES keeps."""
@@ -86,7 +86,8 @@ def gmres(
     solve = Solve(product, b, start, tol, limit)
     progress = solve.open
     while bool((solve.open & progress).any()) and solve.left > 0:
-        before, x = solve.residual, solve.x
+        before = solve.residual
+        x = solve.x
         _arnoldi_cycle(solve, restart)
         if math.isinf(tol) and solve.left <= 0:
             break
@@ -94,10 +95,7 @@ def gmres(
         progress = solve.residual < 0.99 * before
         solve.keep(solve.residual <= before, x)
         if bool(solve.open.any()):
-            slope = norm(transposed(solve.remainder))
-            # Close to a null space is enough where the residual is no longer reduced, and too large to be let pass.
-            near = torch.where(progress | (solve.residual <= HARMLESS), solve.loss, 0.1)
-            solve.stalled |= solve.open & (slope <= near * solve.size * solve.residual)
+            solve.judge(transposed, progress)
     return solve.solution()
 
 
@@ -140,44 +138,87 @@ def neumann(product: Product, b: Vector, start: Vector | None = None, *, tol: fl
 
 
 def _lanczos_cycle(solve: Solve) -> None:
-    """Run MINRES from the iterate of a solve, whose residual is known."""
+    """Run MINRES from the iterate of a solve, whose residual is known: QR of the tridiagonal matrix by rotations."""
     worked = active = solve.open
     zero = torch.zeros_like(solve.residual)
     phibar = solve.residual
-    v = scaled(solve.remainder, inverse(phibar) * active)
-    v_old, w, w_old = ([torch.zeros_like(t) for t in v] for _ in range(3))
-    cos, sin, dbar, epsilon, beta, first = zero - 1, zero, zero, zero, zero, zero
-    diagonal: list[Tensor] = []
-    beside: list[Tensor] = []
+    lanczos = _Lanczos(solve, scaled(solve.remainder, inverse(phibar) * active))
+    w, w_old = ([torch.zeros_like(t) for t in lanczos.v] for _ in range(2))
+    cos = zero - 1
+    sin = dbar = epsilon = first = zero
     while bool(active.any()) and solve.left > 0:
-        p = solve.product(v)
-        alpha = dot(v, p)
-        p = combined(combined(p, v, -alpha), v_old, -beta)
-        beta_next = norm(p)
-        solve.size = torch.maximum(solve.size, torch.sqrt(alpha**2 + beta**2 + beta_next**2))
-        delta, gbar = cos * dbar + sin * alpha, sin * dbar - cos * alpha
-        old_epsilon, epsilon, dbar = epsilon, sin * beta_next, -cos * beta_next
+        alpha, beta = lanczos.multiply(active)
+        delta = cos * dbar + sin * alpha
+        gbar = sin * dbar - cos * alpha
+        dbar = -cos * beta
         slope = torch.sqrt(gbar**2 + dbar**2)  # |A r| / |r| of the residual before this product
-        if not diagonal:
+        if len(lanczos.diagonal) == 1:
             first = slope
             active = active & ~_null_from_the_start(solve, slope, active)
-        diagonal.append(torch.where(active, alpha, diagonal[0] if diagonal else alpha))
-        beside.append(torch.where(active, beta, zero))
         # Where A is singular, gamma vanishes with the slope, and further steps would run away in the null space.
         active = active & ((slope > solve.loss * first) | (slope == first))
-        gamma = torch.where(active, torch.sqrt(gbar**2 + beta_next**2), 1.0)
-        cos, sin = gbar / gamma, beta_next / gamma
-        phi = torch.where(active, cos * phibar, zero)
+        gamma = torch.where(active, torch.sqrt(gbar**2 + beta**2), 1.0)
+        direction = scaled(combined(combined(lanczos.v, w_old, -epsilon), w, -delta), 1 / gamma)
+        w_old = w
+        w = direction
+        epsilon = sin * beta
+        cos = gbar / gamma
+        sin = beta / gamma
+        solve.x = combined(solve.x, w, torch.where(active, cos * phibar, zero))
         phibar = torch.where(active, sin * phibar, phibar)
-        w, w_old = scaled(combined(combined(v, w_old, -old_epsilon), w, -delta), 1 / gamma), w
-        solve.x = combined(solve.x, w, phi)
         solve.residual = phibar
         solve.history.append(float(phibar.max()))
         active = active & solve.open
-        beta = torch.where(active, beta_next, zero)
-        v, v_old = scaled(p, inverse(beta)), v
-    values = _tridiagonal_eigenvalues(torch.stack(diagonal, 1), torch.stack(beside, 1))
+        lanczos.advance(torch.where(active, beta, zero))
+    values = lanczos.ritz_values()
     solve.note(values, worked[:, None] & (values.abs() > solve.flat * solve.size[:, None]))
+
+
+class _Lanczos:
+    """Orthonormal vectors v with ``A V = V T``, T tridiagonal; each costs a product.
+
+    Args:
+        solve: Counts the products, and learns the size of A.
+        v: The first vector.
+    """
+
+    def __init__(self, solve: Solve, v: Vector) -> None:
+        self._solve = solve
+        self._before = [torch.zeros_like(t) for t in v]
+        self._beta = torch.zeros_like(solve.residual)
+        self._next: Vector = []
+        self.v = v
+        self.diagonal: list[Tensor] = []
+        self._beside: list[Tensor] = []
+
+    def multiply(self, active: Tensor) -> tuple[Tensor, Tensor]:
+        """Multiply v by A; return the entry of T on the diagonal, and the one below it."""
+        p = self._solve.product(self.v)
+        alpha = dot(self.v, p)
+        self._next = combined(combined(p, self.v, -alpha), self._before, -self._beta)
+        below = norm(self._next)
+        size = torch.sqrt(alpha**2 + self._beta**2 + below**2)
+        self._solve.size = torch.maximum(self._solve.size, size)
+        # A system that is done gets its first entry again, which adds no eigenvalue outside of the others.
+        self.diagonal.append(torch.where(active, alpha, self.diagonal[0] if self.diagonal else alpha))
+        self._beside.append(torch.where(active, self._beta, 0.0))
+        return alpha, below
+
+    def advance(self, beta: Tensor) -> None:
+        """Go on to the next vector, whose norm was `beta`; 0 for a system that is done."""
+        self._before = self.v
+        self.v = scaled(self._next, inverse(beta))
+        self._beta = beta
+
+    def ritz_values(self) -> Tensor:
+        """Return the eigenvalues of T, NaN if it is not finite."""
+        matrix = torch.diag_embed(torch.stack(self.diagonal, 1))
+        beside = torch.stack(self._beside[1:], 1) if len(self._beside) > 1 else matrix[:, 0, :0]
+        matrix = matrix + torch.diag_embed(beside, 1) + torch.diag_embed(beside, -1)
+        if not bool(torch.isfinite(matrix).all()):
+            return torch.full_like(matrix[:, 0], math.nan)
+        values: Tensor = torch.linalg.eigvalsh(matrix)
+        return values
 
 
 def _null_from_the_start(solve: Solve, slope: Tensor, active: Tensor) -> Tensor:
@@ -191,7 +232,8 @@ def _null_from_the_start(solve: Solve, slope: Tensor, active: Tensor) -> Tensor:
 
 def _arnoldi_cycle(solve: Solve, restart: int) -> None:
     """Run GMRES from the iterate of a solve, whose residual is known."""
-    worked, start = solve.open, solve.residual
+    worked = solve.open
+    start = solve.residual
     basis = [scaled(solve.remainder, inverse(start) * worked)]
     steps = min(restart, solve.left)
     columns = torch.zeros(len(start), steps + 1, steps, dtype=torch.float64, device=start.device)
@@ -231,14 +273,3 @@ def _least_squares(matrix: Tensor, first: Tensor, null: Tensor) -> tuple[Tensor,
     rest = -torch.einsum("bji,bi->bj", matrix, weights)
     rest[:, 0] += first
     return weights, values, torch.linalg.vector_norm(rest, dim=1)
-
-
-def _tridiagonal_eigenvalues(diagonal: Tensor, beside: Tensor) -> Tensor:
-    """Return the eigenvalues of symmetric matrices with these diagonals (B, k); each row of `beside` starts with 0."""
-    matrix = torch.diag_embed(diagonal)
-    if diagonal.shape[1] > 1:
-        matrix = matrix + torch.diag_embed(beside[:, 1:], 1) + torch.diag_embed(beside[:, 1:], -1)
-    if not bool(torch.isfinite(matrix).all()):
-        return torch.full_like(matrix[:, 0], math.nan)
-    values: Tensor = torch.linalg.eigvalsh(matrix)
-    return values

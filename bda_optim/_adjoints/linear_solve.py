@@ -48,7 +48,9 @@ class Solve:
     """One solve: the normalised right-hand side, the iterate, its residual, and the count of products."""
 
     def __init__(self, product: Product, b: Vector, start: Vector | None, tol: float, limit: int) -> None:
-        self._product, self.tol, self._limit = product, tol, limit
+        self._product = product
+        self.tol = tol
+        self._limit = limit
         eps = max(torch.finfo(t.dtype).eps for t in b)
         self.rounding = 4 * eps
         # On a singular A the loss of orthogonality keeps |A r| / |r| from falling further than this in one cycle.
@@ -60,7 +62,8 @@ class Solve:
         self._norm = norm(unit)
         self.b = scaled(unit, inverse(self._norm))
         self.x = [torch.zeros_like(t) for t in b]
-        self.remainder, self.residual = self.b, torch.where(torch.isfinite(self._norm), norm(self.b), math.nan)
+        self.remainder = self.b
+        self.residual = torch.where(torch.isfinite(self._norm), norm(self.b), math.nan)
         self.products = 0
         self.history: list[float] = []
         self.stalled = torch.zeros_like(self.residual, dtype=torch.bool)
@@ -93,6 +96,15 @@ class Solve:
         slope = self.product(self.remainder)
         quotient = dot(self.remainder, slope).abs() <= self.flat * self.size * self.residual**2
         self.stalled |= self.open & quotient & (norm(slope) <= self.flat**0.5 * self.size * self.residual)
+
+    def judge(self, transposed: Product, progress: Tensor) -> None:
+        """Note which residuals stall: they are orthogonal to the range of A.
+
+        Nearly orthogonal is enough where the residual is no longer reduced, and too large to be let pass.
+        """
+        slope = norm(transposed(self.remainder))
+        near = torch.where(progress | (self.residual <= HARMLESS), self.loss, 0.1)
+        self.stalled |= self.open & (slope <= near * self.size * self.residual)
 
     def probe(self) -> None:
         """Estimate |A| by a product with random numbers, where the residual tells nothing of it."""

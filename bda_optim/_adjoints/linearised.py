@@ -24,7 +24,8 @@ class Packing:
 
     def __init__(self, params: Sequence[Tensor], tasks: int | None) -> None:
         """Group the parameters."""
-        self._like, self._rows = [p.detach() for p in params], tasks or 1
+        self._like = [p.detach() for p in params]
+        self._rows = tasks or 1
         self._groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, p in enumerate(params):
             self._groups.setdefault((p.device, p.real.dtype), []).append(i)
