@@ -234,7 +234,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
     """Return what is to be done; the first job is the figure's."""
     if args.data is None:
         (name, number, image), (_, _, other) = photographs()
-        return [Job(scene(name, image, number), draw_starts(3, [other]), args.full, args.full)]
+        return [Job(scene(name, image, number), draw_starts(3, [other]), controls=args.full)]
     from _data import fashion_mnist
 
     images = fashion_mnist(args.data)[2].double() / 255
