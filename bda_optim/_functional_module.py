@@ -162,8 +162,8 @@ class FunctionalModule(nn.Module):
             self._lay(self._state._replace(buffers=buffers))
         with torch.no_grad():
             settings = self._update.settings((), 1)
-            found = self._update.lower_point([p.detach() for p in points], grads, settings, hyper)
-        return dict(zip(self._names, found, strict=True))
+            values = self._update.lower_point([p.detach() for p in points], grads, settings, hyper)
+        return dict(zip(self._names, values, strict=True))
 
     def train(self, mode: bool = True) -> FunctionalModule:
         """Set training mode, as the module would."""

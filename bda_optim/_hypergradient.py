@@ -253,13 +253,13 @@ def _total_derivatives(value: Tensor, given: Sequence[Tensor], originals: Sequen
     from it (``lr=log_lr.exp()``): that counts as well.
     """
     wanted = [t for t in (*given, *originals) if t.requires_grad]
-    found: dict[int, Tensor | None] = {}
+    derivatives: dict[int, Tensor | None] = {}
     if wanted and value.requires_grad:
         # The graph behind the originals is the user's, who may need it again.
         outside = any(t.requires_grad for t in originals)
         slopes = torch.autograd.grad(value, wanted, allow_unused=True, retain_graph=outside)
-        found = dict(zip(map(id, wanted), slopes, strict=True))
-    pairs = ((found.get(id(new)), found.get(id(old)), new) for new, old in zip(given, originals, strict=True))
+        derivatives = dict(zip(map(id, wanted), slopes, strict=True))
+    pairs = ((derivatives.get(id(new)), derivatives.get(id(old)), new) for new, old in zip(given, originals, strict=True))
     return [sum((p for p in (a, b) if p is not None), start=torch.zeros_like(t)) for a, b, t in pairs]
 
 

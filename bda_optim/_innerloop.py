@@ -339,9 +339,9 @@ def from_torch(optimizer: Optimizer) -> BDAInnerOptimizer:
     rule = resolve(type(optimizer))
     groups = []
     for group in optimizer.param_groups:
-        mine = {"rule_alpha" if name == "alpha" else name: value for name, value in group.items()}
+        own = {"rule_alpha" if name == "alpha" else name: value for name, value in group.items()}
         known = {"params", *rule.defaults}
-        groups.append({name: value for name, value in mine.items() if name in known and name not in _NO_SETTINGS})
+        groups.append({name: value for name, value in own.items() if name in known and name not in _NO_SETTINGS})
     inner = BDAInnerOptimizer(groups, rule=type(optimizer))
     for group in inner.param_groups:
         for i, p in enumerate(group["params"]):

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "bda_optim"
-OPTIONAL = {"higher", "torchopt"}  # only in `compat`, and only if they are asked for
+OPTIONAL = {"higher", "torchopt", "matplotlib"}  # in `compat` and where a report is plotted, if they are asked for
 TRUSTED = {*sys.stdlib_module_names, "torch", "bda_optim", *OPTIONAL}
 
 RUNS_CODE = {"eval", "exec", "compile", "__import__"}

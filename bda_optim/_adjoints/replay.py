@@ -195,12 +195,13 @@ class Replay:
         end = len(self._items)
         if self._starts is not None:
             return set(self._starts)
-        found, at = {0}, 0
+        positions = {0}
+        at = 0
         for slots in range(self._slots, 1, -1):
             if end - at > 1:
                 at += split(end - at, slots)
-                found.add(at)
-        return found
+                positions.add(at)
+        return positions
 
     def _reverse(
         self,
@@ -287,13 +288,13 @@ class Replay:
         if self._prints is not None:
             self._ambient.compare_prints(fingerprints(tensors(state)), self._prints[number], number + 1)
 
-    def _add(self, found: Cotangents, total: Cotangents) -> Cotangents:
+    def _add(self, pulled: Cotangents, total: Cotangents) -> Cotangents:
         """Add the cotangents of hyper to their total; return those of the state."""
-        for i, grad in enumerate(found[self._count :]):
+        for i, grad in enumerate(pulled[self._count :]):
             known = total[i]
             if grad is not None:
                 total[i] = grad if known is None else known + grad
-        return found[: self._count]
+        return pulled[: self._count]
 
     def _split(self, state: Any, leaves: Sequence[Tensor]) -> tuple[Any, tuple[Tensor, ...]]:
         return replace_tensors(state, leaves[: self._count]), tuple(leaves[self._count :])

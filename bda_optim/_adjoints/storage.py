@@ -45,11 +45,12 @@ class Shelf:
         """Store a state."""
         if not self._free:
             return Kept(state, None)
-        place, found = self._free.pop(), tensors(state)
+        place = self._free.pop()
+        values = tensors(state)
         if self._spots is None:
-            self._spots = [self._spot(t) for t in found]
+            self._spots = [self._spot(t) for t in values]
         self._used[place // _STATES] = self._used.get(place // _STATES, 0) + 1
-        return Kept(replace_tensors(state, [self._copy(i, t, place) for i, t in enumerate(found)]), place)
+        return Kept(replace_tensors(state, [self._copy(i, t, place) for i, t in enumerate(values)]), place)
 
     def get(self, kept: Kept) -> Any:
         """Return a state, on the devices where its steps run."""

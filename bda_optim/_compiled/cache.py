@@ -17,11 +17,11 @@ from .program import Pair, Program
 from .trace_key import freeze
 
 _MOST_ENGINES = 8
-"""So many problems with the same lower loss are kept."""
+"""The maximum number of problems kept that share a lower loss."""
 
 
 _MOST_SIZES = 3
-"""So many numbers of steps per call are compiled for one problem, as K changes."""
+"""The maximum number of different steps per call compiled for one problem, as K changes."""
 
 _LEFT_OVER = 0.25
 """The largest share of K steps that may be left over and run uncompiled, if another number of steps divides K."""

@@ -107,8 +107,8 @@ class Pair:
 
     def versions(self, captured: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
         """Return the tensors of closures that both parts read, with their versions."""
-        found = [captured[c] for c in self.ahead.constants if isinstance(c, int)]
-        return [(t, version_of(t)) for t in found]
+        held = [captured[c] for c in self.ahead.constants if isinstance(c, int)]
+        return [(t, version_of(t)) for t in held]
 
 
 def build_pair(
@@ -184,19 +184,19 @@ def agree(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> bool:
 
 
 def _lift_constants(graph: GraphModule) -> list[Tensor]:
-    """Turn the tensors that a trace found outside its arguments into arguments."""
+    """Turn the tensors that a trace reads beside its arguments into arguments."""
     last = next(node for node in reversed(graph.graph.nodes) if node.op == "placeholder")
-    found: list[Tensor] = []
+    captured: list[Tensor] = []
     for node in list(graph.graph.nodes):
         if node.op == "get_attr" and isinstance(value := getattr(graph, node.target, None), Tensor):
             with graph.graph.inserting_after(last):
-                last = graph.graph.placeholder(f"captured_{len(found)}")
+                last = graph.graph.placeholder(f"captured_{len(captured)}")
             node.replace_all_uses_with(last)
             graph.graph.erase_node(node)
             last.meta["val"] = value.detach()
-            found.append(value.detach())
+            captured.append(value.detach())
     graph.recompile()
-    return found
+    return captured
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:

@@ -36,7 +36,7 @@ _SHARE = 0.1
 """The largest share of the time that calls should take."""
 
 _MOST_PROGRAMS = 16
-"""So many layouts of batches are compiled for one problem before it runs uncompiled."""
+"""The maximum number of layouts of batches compiled for one problem; with more it runs uncompiled."""
 
 
 class Programs:

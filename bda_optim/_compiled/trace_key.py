@@ -38,8 +38,8 @@ class Ref:
 
     def __eq__(self, other: object) -> bool:
         """Whether both are alive and the same."""
-        mine = self._get()
-        return isinstance(other, Ref) and mine is not None and mine is other._get()
+        own = self._get()
+        return isinstance(other, Ref) and own is not None and own is other._get()
 
     def __hash__(self) -> int:
         """Return the hash of the identity."""

@@ -174,8 +174,8 @@ def with_tensor_counts(state: Any, shape: tuple[int, ...] = ()) -> Any:
 def with_plain_counts(state: Any, like: Any) -> Any:
     """Undo `with_tensor_counts`: what is a number in `like` becomes one again."""
     leaves, spec = flatten(like)
-    found = zip(flatten(state)[0], leaves, strict=True)
-    return unflatten([type(old)(new.max().item()) if is_number(old) else new for new, old in found], spec)
+    pairs = zip(flatten(state)[0], leaves, strict=True)
+    return unflatten([type(old)(new.max().item()) if is_number(old) else new for new, old in pairs], spec)
 
 
 def _comparable(leaf: Any) -> Hashable:

@@ -152,18 +152,18 @@ def _start(measured: Measured) -> Iterator[Finding]:
     start = measured.sweep.start
     if measured.exploded or measured.settles or measured.loop.start_is_upper:
         return
-    told = f"|dF/dy_0| / |dF/dy_K| = {start:.2g}: y_K remembers y_0"
+    sentence = f"|dF/dy_0| / |dF/dy_K| = {start:.2g}: y_K remembers y_0"
     if measured.loop.aggregates():
         if start > FORGOTTEN:
             advice = "Double the constant of alpha (or raise upper_lr to its limit), or raise K."
-            yield Finding("weak-alpha", "warning", f"{told}, although alpha > 0.", advice)
+            yield Finding("weak-alpha", "warning", f"{sentence}, although alpha > 0.", advice)
     elif start > REMEMBERED:
         steps = measured.steps_to_forget
         if math.isfinite(steps):
             advice = f"The lower level has a single solution: K = {math.ceil(steps)} steps forget the start."
         else:
             advice = f"Try alpha=harmonic(0.5), or the suggestion. {QUESTION}"
-        yield Finding("start", "error", f"{told}, and alpha=0 leaves the choice to the start.", advice)
+        yield Finding("start", "error", f"{sentence}, and alpha=0 leaves the choice to the start.", advice)
 
 
 def _alpha(measured: Measured) -> Iterator[Finding]:
@@ -196,8 +196,8 @@ def _rates(measured: Measured) -> Iterator[Finding]:
         )
     rate, bound = upper_rate(measured)
     if rate is not None and rate > bound * (1 + 1e-3):
-        told = f"upper_lr = {rate:.3g} exceeds 2 / (L_F + sigma) = {bound:.3g}."
-        yield Finding("rate", "warning", told, f"Use upper_lr={bound:.2g} or less.")
+        sentence = f"upper_lr = {rate:.3g} exceeds 2 / (L_F + sigma) = {bound:.3g}."
+        yield Finding("rate", "warning", sentence, f"Use upper_lr={bound:.2g} or less.")
 
 
 def lower_rate(measured: Measured) -> tuple[float | None, float]:

@@ -49,8 +49,8 @@ def plot(report: Diagnosis, path: str | PathLike[str]) -> None:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        told = "`plot` draws with matplotlib, which is not installed. Install it, or use `as_dict()`."
-        raise ImportError(told) from error
+        sentence = "`plot` draws with matplotlib, which is not installed. Install it, or use `as_dict()`."
+        raise ImportError(sentence) from error
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(16, 4.8), layout="constrained")
         left, middle, right = figure.subplots(1, 3, gridspec_kw={"wspace": 0.06})

@@ -87,7 +87,7 @@ class Search:
         build: Makes the inner loop.
         changes: Settings that differ from the user's in every trial: the rates.
         measured: The report's measurements.
-        progress: Is told of every trial.
+        progress: Is called with every trial.
         rewind: Sets the random state to what it was at first, so that all trials draw the same numbers.
         extendable: Whether K may be raised; with given batches it may not.
     """

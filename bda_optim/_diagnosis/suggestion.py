@@ -98,7 +98,7 @@ def suggest(
         build: Makes the inner loop with other settings.
         measured: The measurements at the settings given.
         given: What the user passed on to the rollout; the suggestion starts from it.
-        progress: Is told of every trial.
+        progress: Is called with every trial.
         rewind: Sets the random state to what it was at first.
         scalars: P, the number of upper scalars.
         optimized: What a `BDAInnerOptimizer` is made from, as code; None for `hypergradient`.
@@ -203,14 +203,14 @@ def _adjoint(
     room = f"{ROOM / 2**30:.0f} GiB"
     if forecasts["Unroll"] <= ROOM:
         return Unroll(), f"K graphs need {amount(forecasts['Unroll'])}, which fits."
-    told = f"K graphs would need {amount(forecasts['Unroll'])}, over {room}"
+    sentence = f"K graphs would need {amount(forecasts['Unroll'])}, over {room}"
     if choice.steps == search.steps:
         for last, bias in sorted(search.sweep.truncation.items()):
             if bias < UNBIASED and forecasts["Unroll"] * last / choice.steps <= ROOM:
-                return Truncated(last=last), f"{told}; the last {last} steps are off by {bias:.1g} only."
+                return Truncated(last=last), f"{sentence}; the last {last} steps are off by {bias:.1g} only."
     if forecasts["Checkpointed"] <= ROOM or scalars > FEW:
-        return Checkpointed(), f"{told}; exact, with {amount(forecasts['Checkpointed'])}."
-    return ForwardMode(), f"{told}; {scalars} tangents need {amount(forecasts['ForwardMode'])}."
+        return Checkpointed(), f"{sentence}; exact, with {amount(forecasts['Checkpointed'])}."
+    return ForwardMode(), f"{sentence}; {scalars} tangents need {amount(forecasts['ForwardMode'])}."
 
 
 def _settles(measured: Measured, given: Mapping[str, Any]) -> bool:
@@ -228,18 +228,18 @@ def _settles(measured: Measured, given: Mapping[str, Any]) -> bool:
 
 def _settled(measured: Measured, choice: Choice) -> tuple[Choice, Adjoint, str]:
     """Return the hand-over to `Implicit`: its bias is about a kappa_f, whatever K is."""
-    told = f"no K up to {LONGEST} settles, so Newton steps lead to the fixed point"
+    sentence = f"no K up to {LONGEST} settles, so Newton steps lead to the fixed point"
     given = measured.loop.steps
     if not choice.c:
         adjoint = Implicit(settle=NEWTON, limit=PRODUCTS)
-        return choice._replace(steps=given, error=0.0), adjoint, f"{told}, where the lower level is solved."
+        return choice._replace(steps=given, error=0.0), adjoint, f"{sentence}, where the lower level is solved."
     flat = measured.curvature.flat
     assert flat is not None
     level = max(1e-6, 100 * measured.precision) * flat.steepest
     condition = flat.steepest / min((value for value, _ in flat.density if value > level), default=flat.steepest)
     a = float(f"{min(1e-3, max(SMALL / condition, math.sqrt(measured.precision) / 100)):.1g}")
     adjoint = Implicit(alpha=a, settle=NEWTON, limit=PRODUCTS)
-    return choice._replace(steps=given, error=a * condition), adjoint, f"{told} with the weight {a:g}."
+    return choice._replace(steps=given, error=a * condition), adjoint, f"{sentence} with the weight {a:g}."
 
 
 def _reasons(measured: Measured, choice: Choice) -> dict[str, str]:

@@ -28,7 +28,7 @@ from .._support.types import InnerState, Record
 from .inner_loop import InnerLoop
 
 Advance = Callable[[int], None]
-"""Is told how many steps were evaluated since the last call."""
+"""Is called with how many steps were evaluated since the last call."""
 
 
 class Sweep(NamedTuple):

@@ -45,7 +45,7 @@ class Divergence(NamedTuple):
     """The first step at which something was not finite, and a text that says so."""
 
     k: int
-    told: str  # not an error: one that the frame raising it also holds is freed by the garbage collector only
+    message: str  # not an error: one that the frame raising it also holds is freed by the garbage collector only
 
 
 def watched(
@@ -68,10 +68,10 @@ def watched(
         if all_finite(records, last.params):
             return last, records
         del last  # and its graph
-        k, told = locate(step, state, hyper, items, names, records, ambient, rng)
+        k, message = locate(step, state, hyper, items, names, records, ambient, rng)
         if choice == "raise" or k == 1:
-            raise FloatingPointError(told)
-        warnings.warn(f"{told} It was stopped after {k - 1} steps.", RuntimeWarning, stacklevel=user_level())
+            raise FloatingPointError(message)
+        warnings.warn(f"{message} It was stopped after {k - 1} steps.", RuntimeWarning, stacklevel=user_level())
         items = items[: k - 1]
         ambient.set_rng(rng)
 

@@ -68,16 +68,16 @@ def diverged(what: str, records: Sequence[Record]) -> str:
     """Tell of a loop in which `what` is not finite; `records` end at that step."""
     lower = torch.stack([record.lower.reshape(-1).double() for record in records[-_SHOWN:]])
     task = int((~torch.isfinite(lower[-1])).int().argmax())
-    told = ", ".join(f"{loss:.4g}" for loss in lower[:, task].tolist())
+    listed = ", ".join(f"{loss:.4g}" for loss in lower[:, task].tolist())
     of = f" of task {task}" if lower.shape[1] > 1 else ""
     return (
         f"the inner loop diverged: {what}. Lower `lr` (or `upper_lr`), check the losses for log(0) or 0/0, and look at "
-        f"the `trace` of a shorter loop. The last lower losses{of}, up to k={len(records)}: {told}."
+        f"the `trace` of a shorter loop. The last lower losses{of}, up to k={len(records)}: {listed}."
     )
 
 
 _SHOWN = 5
-"""So many losses are told."""
+"""The maximum number of losses in a message."""
 
 
 def check_finite(records: Sequence[Record], params: Sequence[Tensor], names: Sequence[str]) -> None:

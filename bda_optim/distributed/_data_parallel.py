@@ -165,10 +165,10 @@ class _Sum(torch.autograd.Function):
         known = [t for t in like if t is not None]
         summed: list[Tensor | None] = [None] * len(given)
         for part in divide(known, math.inf):
-            mine, shapes = [given[there[i]] for i in part], [known[i] for i in part]
-            flat = pack(mine, shapes)
+            own, shapes = [given[there[i]] for i in part], [known[i] for i in part]
+            flat = pack(own, shapes)
             dist.all_reduce(flat, group=group)  # not the functional one, which aborts where another raises
-            for i, total in zip(part, unpack(flat, mine, shapes), strict=True):
+            for i, total in zip(part, unpack(flat, own, shapes), strict=True):
                 summed[there[i]] = None if total is None else total.clone()
         return tuple(summed)
 
