@@ -259,7 +259,9 @@ def _total_derivatives(value: Tensor, given: Sequence[Tensor], originals: Sequen
         outside = any(t.requires_grad for t in originals)
         slopes = torch.autograd.grad(value, wanted, allow_unused=True, retain_graph=outside)
         derivatives = dict(zip(map(id, wanted), slopes, strict=True))
-    pairs = ((derivatives.get(id(new)), derivatives.get(id(old)), new) for new, old in zip(given, originals, strict=True))
+    pairs = (
+        (derivatives.get(id(new)), derivatives.get(id(old)), new) for new, old in zip(given, originals, strict=True)
+    )
     return [sum((p for p in (a, b) if p is not None), start=torch.zeros_like(t)) for a, b, t in pairs]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ._context.forward import refuse_reentrant
+from ._from_torch import from_torch
 from ._functional_module import FunctionalModule, Part
 from ._modules.skeleton import Skeleton
 from ._optimizer import BDAInnerOptimizer
@@ -21,7 +22,6 @@ from ._step.aggregation import needs_upper
 from ._step.gradients import both_gradients
 from ._step.proximal import NO_HYPER
 from ._step.rules.memory import complete_memory, stored_entries
-from ._step.rules.resolve import resolve
 from ._step.settings import check_group
 from ._step.update import Group, Update, refuse_extrapolation
 from ._support.autograd_graph import refuse_once_differentiable
@@ -187,7 +187,8 @@ class DiffOptimizer:
 
     def _state(self) -> InnerState:
         """Return the part of the state that this optimizer changes."""
-        return self._part.of(self._fmodel._state)
+        state: InnerState = self._fmodel._state
+        return self._part.of(state) if len(self._fmodel._parts) > 1 else state
 
     @opaque
     def step(
@@ -239,7 +240,8 @@ class DiffOptimizer:
             refuse_once_differentiable(new.params)
         buffers = tuple(self._fmodel.buffer_dict.values())
         params = tuple(p if p.requires_grad else p.detach().requires_grad_() for p in new.params)
-        self._fmodel._lay(self._part.put(self._fmodel._state, InnerState(params, new.rule, buffers)))
+        own = InnerState(params, new.rule, buffers)
+        self._fmodel._lay(self._part.put(self._fmodel._state, own) if len(self._fmodel._parts) > 1 else own)
         self._records.append(Record(lower.detach(), None if upper is None else upper.detach()))
         self.k = k
         return params
@@ -322,29 +324,3 @@ def _cut(steps: int | None, last: int | None, copy_initial_weights: bool) -> int
             "copy_initial_weights=False. Drop `last`, or copy them."
         )
     return max(steps - last, 0)
-
-
-_NO_SETTINGS = {"foreach", "fused", "capturable", "differentiable"}  # how torch computes a step, not what
-
-
-def from_torch(optimizer: Optimizer) -> BDAInnerOptimizer:
-    """Return a BDAInnerOptimizer with the rule, the groups, the settings and the live state of one of torch.optim.
-
-    >>> p = nn.Parameter(torch.zeros(2))
-    >>> from_torch(torch.optim.Adam([p], lr=0.1, betas=(0.5, 0.9))).param_groups[0]["betas"]
-    (0.5, 0.9)
-    """
-    if isinstance(optimizer, BDAInnerOptimizer):
-        return optimizer
-    rule = resolve(type(optimizer))
-    groups = []
-    for group in optimizer.param_groups:
-        own = {"rule_alpha" if name == "alpha" else name: value for name, value in group.items()}
-        known = {"params", *rule.defaults}
-        groups.append({name: value for name, value in own.items() if name in known and name not in _NO_SETTINGS})
-    inner = BDAInnerOptimizer(groups, rule=type(optimizer))
-    for group in inner.param_groups:
-        for i, p in enumerate(group["params"]):
-            if optimizer.state.get(p):
-                inner.state[p] = rule.adopt(optimizer.state[p], p, group, index=i)  # type: ignore[attr-defined]
-    return inner

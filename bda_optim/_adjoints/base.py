@@ -81,6 +81,11 @@ class Step:
         result: tuple[Any, Any] = self._function(state, hyper, item)
         return result
 
+    @property
+    def function(self) -> Any:
+        """What takes a step in a plain loop: without this object in between, where it adds nothing."""
+        return self._function if type(self) is Step else self
+
     def units(self, items: Items, *, joined: bool = False) -> Items:
         """Divide items into those that are taken by one call; `joined`: no state between them is needed."""
         return items

@@ -47,8 +47,9 @@ class Unroll:
         if not step.taped and any_requires_grad((state, hyper)):
             return replayed(step, state, hyper, items, starts=range(len(items)), record=True)
         records = []
+        take = step.function
         for number, item in enumerate(items):
-            state, record = step(state, hyper, item)
+            state, record = take(state, hyper, item)
             records.append(record)
             if number == 0 and torch.is_grad_enabled():
                 autograd_graph.refuse_once_differentiable(tensors(state))

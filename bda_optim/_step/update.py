@@ -37,12 +37,20 @@ class Update:
         self.rule = rule
         self.groups = tuple(groups)
         self.tasks = tasks
+        self._fixed: list[Settings] | None = None
         self._map_rule = TaskMapper(tasks, f"the rule {rule.name}") if tasks else None
         self._map_prox = TaskMapper(tasks, "the prox") if tasks else None
 
     def settings(self, hyper: Sequence[Tensor], k: Any) -> list[Settings]:
         """Return the settings of each group at step k, with the tensors of `hyper` in their places."""
-        return [at_step(group.settings.fill(hyper), k) for group in self.groups]
+        if self._fixed is not None:
+            return self._fixed
+        filled = [group.settings.fill(hyper) for group in self.groups]
+        settings = [at_step(chosen, k) for chosen in filled]
+        constant = all(group.settings.is_constant for group in self.groups)
+        if constant and all(now is chosen for now, chosen in zip(settings, filled, strict=True)):
+            self._fixed = settings  # nothing in them changes: they are resolved once per rollout
+        return settings
 
     def points(self, state: InnerState, settings: Sequence[Settings]) -> list[Tensor]:
         """Return where the gradients are taken: the parameters, unless the rule extrapolates."""
@@ -66,7 +74,9 @@ class Update:
         memories = []
         for group, memory, chosen in zip(self.groups, state.rule, settings, strict=True):
             old = [state.params[i] for i in group.members]
-            grads = clip([lower[i] for i in group.members], chosen, self.tasks)
+            grads: Grads = [lower[i] for i in group.members]
+            if chosen["clip_norm"] is not None or chosen["clip_value"] is not None:
+                grads = clip(grads, chosen, self.tasks)
             moves, new_memory = self._moves(grads, memory, old, chosen)
             memories.append(new_memory)
             for place, (i, y, move) in enumerate(zip(group.members, old, moves, strict=True)):

@@ -72,6 +72,11 @@ class Template(Keyed):
         """Return the leaves, with slots in the place of tensors, and the structure."""
         return self._leaves, repr(self._structure)
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether there are no slots."""
+        return not self._fillers
+
     def unfilled(self) -> Any:
         """Return the tree with its slots."""
         return unflatten(self._leaves, self._structure)
