@@ -88,6 +88,31 @@ def test_a_second_counter_example(seed: int, alpha: Any, steps: int) -> None:
         assert relative_error([out.grad], [exact]) < 1e-9
 
 
+@pytest.mark.parametrize(("seed", "steps"), [(3, 200), (11, 300)])
+def test_the_share_that_is_open(seed: int, steps: int) -> None:
+    """The error names the norm of dF/dy in the null space of the lower Hessian."""
+    problem = many_directions(seed)
+    y = implicit(problem, steps=steps, adjoint=bda.Unroll()).params
+    slope = torch.func.grad(problem.upper)(y, problem.hyper)
+    share = float(slope[2:].norm() / slope.norm())
+    with pytest.raises(RuntimeError, match=rf"a share of {share:.2f} of dF/dy.*`alpha` > 0"):
+        implicit(problem, steps=steps)
+
+
+@far
+def test_a_second_counter_example_is_solved() -> None:
+    """Other weights and rates: phi is least at x = 3, where both levels agree."""
+    lower = lambda y, x, b: y[0] ** 2 - 2 * x * y[0]  # noqa: E731
+    upper = lambda y, x, b: (x - y[1]) ** 2 + 0.5 * (y[0] - 3) ** 2  # noqa: E731
+    x, y = double(0.5), double(1.0, -2.0)
+    for _ in range(80):
+        out = bda.hypergradient(
+            lower, upper, y, x, steps=20, lr=0.15, upper_lr=0.4, alpha=bda.harmonic(0.5), adjoint=bda.Implicit()
+        )
+        x, y = x - out.grad, out.params
+    assert abs(x.item() - 3) < 1e-9
+
+
 # Lower levels that are regular, or singular where it does not matter.
 
 
@@ -179,14 +204,15 @@ def test_newton_steps_where_the_lower_level_is_not_quadratic(arguments: tuple[in
 @pytest.mark.parametrize("start", [torch.zeros(()), torch.zeros(1), torch.zeros(1, 1)])
 @pytest.mark.parametrize("solver", ["auto", "gmres"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_one_dimension(start: Tensor, solver: str, dtype: torch.dtype) -> None:
-    """phi(x) = x^2 / 2, so phi'(2) = 2. Three libraries return 0."""
-    x = torch.tensor(2.0, dtype=dtype)
+@pytest.mark.parametrize(("weight", "offset", "at"), [(1.0, 0.0, 2.0), (3.0, 5.0, -1.0)])
+def test_one_dimension(start: Tensor, solver: str, dtype: torch.dtype, weight: float, offset: float, at: float) -> None:
+    """phi(x) = (x - c)^2 / 2, so phi'(x) = x - c. Three libraries return 0 where one product suffices."""
+    x = torch.tensor(at, dtype=dtype)
     out = bda.hypergradient(
-        lambda y, x, b: 0.5 * (y.sum() - x) ** 2, lambda y, x, b: 0.5 * y.square().sum(), start.to(dtype), x,
-        steps=200, lr=0.1, adjoint=bda.Implicit(solver=solver),
+        lambda y, x, b: 0.5 * weight * (y.sum() - x) ** 2, lambda y, x, b: 0.5 * (y - offset).square().sum(),
+        start.to(dtype), x, steps=200, lr=0.1, adjoint=bda.Implicit(solver=solver),
     )  # fmt: skip
-    assert out.grad.item() == pytest.approx(2.0, rel=1e-6)
+    assert out.grad.item() == pytest.approx(at - offset, rel=1e-6)
     assert out.params.shape == start.shape
 
 

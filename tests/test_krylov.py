@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -177,6 +178,20 @@ def test_without_a_tolerance_exactly_the_limit_is_used(solve: Callable[..., Solu
     assert 0 < true < 1 and not found.vector[0].isnan().any()
     if solve in SOLVERS.values():
         assert found.residual.item() == pytest.approx(true.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("solve", [symmetric, general, lambda m, b, s, **o: neumann(times(m), [b], s, **o)])
+def test_one_product_at_a_time_gets_there(solve: Callable[..., Solution]) -> None:
+    """As with a carried solution: each solve starts where the last one ended."""
+    matrix, b = rotated(torch.linspace(0.3, 1.0, 10), seed=0), numbers(1, 10, seed=1)
+    start, residuals = None, []
+    for _ in range(30):
+        found = solve(matrix, b, start, tol=math.inf, limit=1)
+        start = found.vector
+        residuals.append(float((b - start[0] @ matrix).norm() / b.norm()))
+    assert found.products == 2
+    assert all(later < earlier for earlier, later in itertools.pairwise(residuals))
+    assert residuals[-1] < 1e-3
 
 
 def test_the_neumann_series_by_hand() -> None:

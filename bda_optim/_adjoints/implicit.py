@@ -52,7 +52,7 @@ class Implicit:
             "auto", which takes MINRES without a prox and where all groups weight both levels alike, else GMRES.
         tol: The largest ``|b - M^T v| / |b|``; None for 1e-6, in float32 1e-4. More is an error. With ``math.inf``
             exactly `limit` products are taken and their result is returned, biased by about its residual.
-        limit: The largest number of products in a solve.
+        limit: The largest number of products in a solve, without those that compute its first and its last residual.
         settle: The largest number of Newton steps from y_K to the fixed point; y_K becomes that point.
         batch: The data of the map, required where the batches of the steps differ.
         carry: A `Carry`, which keeps v for the next solve to start from, and shows what was met.

@@ -29,7 +29,7 @@ def minres(product: Product, b: Vector, start: Vector | None = None, *, tol: flo
     Args:
         product: ``v -> A v``.
         b: The right-hand side.
-        start: Where the iteration starts; 0 by default. To start elsewhere costs one product.
+        start: Where the iteration starts; 0 by default. To start elsewhere costs one product, which does not count.
         tol: The largest relative residual that is good enough.
         limit: The largest number of products; one more may compute the true residual.
 
@@ -74,7 +74,7 @@ def gmres(
     Args:
         product: ``v -> A v``.
         b: The right-hand side.
-        start: Where the iteration starts; 0 by default. To start elsewhere costs one product.
+        start: Where the iteration starts; 0 by default. To start elsewhere costs one product, which does not count.
         tol: The largest relative residual that is good enough.
         limit: The largest number of products; more may compute true residuals and look at stalls.
         transposed: ``v -> A^T v``.
@@ -112,7 +112,7 @@ def neumann(product: Product, b: Vector, start: Vector | None = None, *, tol: fl
     Args:
         product: ``v -> A v``.
         b: The right-hand side.
-        start: Where the iteration starts; 0 by default. To start elsewhere costs one product.
+        start: Where the iteration starts; 0 by default. To start elsewhere costs one product, which does not count.
         tol: The largest relative residual that is good enough; infinite for exactly `limit` products.
         limit: The largest number of products.
 

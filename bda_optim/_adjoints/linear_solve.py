@@ -73,6 +73,7 @@ class Solve:
         if start is not None:
             self.x = scaled(scaled(start, inverse(self._peak)), inverse(self._norm))
             self.verify()
+            self._limit += 1  # or else a limit of 1 would return the start for ever
 
     def product(self, v: Vector) -> Vector:
         """Return A v, and count it."""
