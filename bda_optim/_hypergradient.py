@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ._adjoints.base import Adjoint
 from ._context.forward import surroundings
 from ._modules.skeleton import module_slot
+from ._rollout.accumulate import Accumulate, mean, mean_with_slopes, parts_of_last, splitter
 from ._rollout.losses import Trace
 from ._solve import Loop, Start, solve, warn_without_graph
 from ._step.gradients import gradient
@@ -63,6 +64,7 @@ def rollout(
     compile: bool | str = False,
     chunk_size: int | None = None,
     on_divergence: str = "raise",
+    accumulate: Accumulate = None,
     **settings: Any,
 ) -> Any:
     r"""Run K inner steps from y_0 and return y_K, differentiable in all that requires grad.
@@ -93,6 +95,12 @@ def rollout(
             that names k, the parameter and the last losses; "stop" warns, and returns y_{k-1}, differentiable, as
             ``steps=k-1`` would (for all tasks; an error if k = 1); "ignore" returns y_K as it is. The values are looked
             at once, after the loop.
+        accumulate: M, gradient accumulation: every tensor of a batch is cut into M parts along its first dimension (the
+            second with `tasks`), and both losses are the means over the parts, weighted by their sizes. Under
+            `Checkpointed` a step then holds the graph of one part at a time; `Unroll` and `ForwardMode` record all
+            parts, and save nothing. Or a function ``batch -> [(weight, part), ...]``, whose weights are normalised.
+            Losses that are sums, or a batch norm in training mode, give what accumulation gives: another result
+            than the whole batch. Buffers and random numbers run through the parts in order, lower loss first.
         **settings: The rule's own, such as `momentum` or `betas`.
 
     Returns:
@@ -105,7 +113,7 @@ def rollout(
     """
     loop = Loop(
         steps=steps, batches=batches, tasks=tasks, adjoint=adjoint, compile=compile, chunk_size=chunk_size,
-        on_divergence=on_divergence,
+        on_divergence=on_divergence, accumulate=accumulate,
     )  # fmt: skip
     slots = Slots()
     template = slots.template(hyper, "hyper", module_slot(slots))
@@ -136,6 +144,7 @@ def hypergradient(
     compile: bool | str = False,
     chunk_size: int | None = None,
     on_divergence: str = "raise",
+    accumulate: Accumulate = None,
     **settings: Any,
 ) -> Hypergradient:
     r"""Return F(x, y_K(x)), its derivative with respect to x, and y_K.
@@ -143,9 +152,11 @@ def hypergradient(
     .. math:: \frac{d\varphi_K}{dx} = \partial_x F(x, y_K) + \Big(\frac{d y_K}{dx}\Big)^T \partial_y F(x, y_K)
 
     Nothing is written to any `.grad`. A tensor of `hyper` that is also `params` itself stands for y_0. The arguments
-    are those of `rollout`, and `upper_batch`, which the last evaluation of `upper` is given. Inside a transform of
-    `torch.func` the result can be differentiated and mapped further, and x counts where the losses, settings and
-    batches are given it directly; what was computed from it beforehand (``lr=x.exp()``) is a constant there.
+    are those of `rollout`, and `upper_batch`, which the last evaluation of `upper` is given: in the parts of
+    `accumulate`, if all its tensors have the same first dimension of at least M, and whole otherwise. Inside a
+    transform of `torch.func` the result can be differentiated and mapped further, and x counts where the losses,
+    settings and batches are given it directly; what was computed from it beforehand (``lr=x.exp()``) is a constant
+    there.
 
     Returns:
         A `Hypergradient` with `value`, `grad`, `params` and `trace`.
@@ -161,7 +172,7 @@ def hypergradient(
     _check_hyper(hyper)
     loop = Loop(
         steps=steps, batches=batches, tasks=tasks, adjoint=adjoint, compile=compile, chunk_size=chunk_size,
-        on_divergence=on_divergence,
+        on_divergence=on_divergence, accumulate=accumulate,
     )  # fmt: skip
     slots = Slots()
     template = slots.template(hyper, "hyper", module_slot(slots))
@@ -175,10 +186,20 @@ def hypergradient(
         start = _start(params, ys, template, slots, rule, settings)
         end = solve(lower, upper, start._replace(values=given), loop)
         objective = start.objective if end.mapper is None else TasksObjective(start.objective, end.mapper)
-        with surroundings():
-            value, _ = objective(upper, end.state.params, (), given, upper_batch)
-        _check_value(value, tasks)
-        return value.sum(), (value, end.state.params, [losses for losses in end.trace if losses is not None])
+        losses = [losses for losses in end.trace if losses is not None]
+
+        def last_loss(ys: Sequence[Tensor], batch: Any) -> Tensor:
+            with surroundings():
+                value, _ = objective(upper, ys, (), given, batch)
+            _check_value(value, tasks)
+            return value
+
+        parts = parts_of_last(splitter(loop.accumulate, tasks), upper_batch)
+        if len(parts) == 1 or transformed:
+            value = mean(last_loss, end.state.params, parts)
+            return value.sum(), (value, end.state.params, losses)
+        total, value = mean_with_slopes(last_loss, end.state.params, [*given, *slots.tensors], parts)
+        return total, (value, end.state.params, losses)
 
     if transformed:
         grads, (value, last, losses) = torch.func.grad(evaluate, has_aux=True)(tuple(slots.tensors))

@@ -15,6 +15,7 @@ from ._diagnosis.progress import Callback
 from ._diagnosis.report import Diagnosis
 from ._functional_module import FunctionalModule
 from ._modules.skeleton import Skeleton, module_slot
+from ._rollout.accumulate import Accumulate
 from ._rollout.state import in_master, matching
 from ._solve import Loop, Start, solve, warn_without_graph
 from ._step.aggregation import at_step, needs_upper
@@ -113,6 +114,7 @@ class BDAInnerOptimizer(Optimizer):
         copy_initial_weights: bool = True,
         chunk_size: int | None = None,
         on_divergence: str = "raise",
+        accumulate: Accumulate = None,
         master: torch.dtype | None = None,
         params: Mapping[str, Tensor] | None = None,
     ) -> FunctionalModule:
@@ -135,6 +137,7 @@ class BDAInnerOptimizer(Optimizer):
             copy_initial_weights: Whether y_0 is a constant; if False, gradients reach the module's own parameters.
             chunk_size: How many tasks run at once; fewer need less memory, if the adjoint is `Checkpointed`.
             on_divergence: "raise", "stop" or "ignore": what becomes of a loop that is not finite (see `rollout`).
+            accumulate: M parts of each batch, or a function that divides it; see `rollout`.
             master: A wider dtype to keep and update y in, as torch.float32, while the module computes in its own.
             params: y_0, name to tensor, instead of the module's own parameters: what a hyper-network computed, say.
                 Gradients flow into these tensors.
@@ -149,7 +152,7 @@ class BDAInnerOptimizer(Optimizer):
             )
         loop = Loop(
             steps=steps, batches=batches, tasks=tasks, adjoint=adjoint, compile=compile, chunk_size=chunk_size,
-            on_divergence=on_divergence,
+            on_divergence=on_divergence, accumulate=accumulate,
         )  # fmt: skip
         start = self._start(model, hyper, params, copy_initial_weights=copy_initial_weights, master=master)
         end = solve(lower, upper, start, loop)

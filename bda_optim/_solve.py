@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from ._adjoints.base import Adjoint, check_adjoint
+from ._adjoints.partwise import PartwiseStep
 from ._adjoints.unroll import Unroll
 from ._compiled.step import CompiledStep
 from ._compiled.units import with_plain_counts, with_tensor_counts
 from ._context.forward import surroundings
+from ._rollout.accumulate import Accumulate, check_accumulate, splitter
 from ._rollout.divergence import check_choice, watched
 from ._rollout.items import Items, in_chunks
 from ._rollout.losses import Trace, trace_of
@@ -70,6 +72,7 @@ class Loop:
     compile: bool | str = False
     chunk_size: int | None = None
     on_divergence: str = "raise"
+    accumulate: Accumulate = None
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -80,6 +83,9 @@ class Loop:
                 object.__setattr__(self, name, check_count(name, getattr(self, name)))
         if not isinstance(self.compile, bool) and self.compile not in ("reverse", "mixed"):
             raise ValueError(f'`compile` must be True, False, "reverse" or "mixed"; got {self.compile!r}.')
+        if self.accumulate is not None and not callable(self.accumulate):
+            object.__setattr__(self, "accumulate", check_count("accumulate", self.accumulate))
+        check_accumulate(self.accumulate, self.batches, self.tasks, self.adjoint, self.compile)
 
     @property
     def mode(self) -> str:
@@ -174,7 +180,10 @@ def prepare(lower: Loss, upper: Loss | None, start: Start, loop: Loop, mapper: T
     values = (*start.values, *slots.tensors[len(start.values) :])
     check_devices(state.params, [*zip(slots.names, values, strict=True), *items.constants])
     objective = start.objective if mapper is None else TasksObjective(start.objective, mapper)
-    step = BDAStep(objective, lower, upper, update, start.hyper, names=slots.names, param_names=start.names)
+    step = BDAStep(
+        objective, lower, upper, update, start.hyper, names=slots.names, param_names=start.names,
+        split=splitter(loop.accumulate, loop.tasks),
+    )  # fmt: skip
     return Prepared(step, state, values, items, slots.names)
 
 
@@ -189,7 +198,7 @@ def _run(
     def run(items: Items) -> tuple[InnerState, list[Record]]:
         if loop.compile and not state.params[0].is_meta:
             return _run_compiled(adjoint, step, state, values, items, loop.mode)
-        return adjoint(step, state, values, items)
+        return adjoint(step if step.split is None else PartwiseStep(step), state, values, items)
 
     with surroundings(), explained(lower, upper):
         last, records = watched(run, loop.on_divergence, step, state, values, items, start.names)

@@ -76,6 +76,11 @@ class Step:
         self._inspected = False
         self.names: Sequence[str] = getattr(function, "names", ())
 
+    @property
+    def repeats(self) -> bool:
+        """Whether `pull` evaluates the step again, from the state and the random numbers before it; a tape does not."""
+        return not self.taped
+
     def __call__(self, state: Any, hyper: Sequence[Tensor], item: Any) -> tuple[Any, Any]:
         """Take the step."""
         result: tuple[Any, Any] = self._function(state, hyper, item)
@@ -163,6 +168,7 @@ def pull_back(
     cotangents: Sequence[Tensor | None],
     *,
     create_graph: bool = False,
+    retain_graph: bool = False,
 ) -> Cotangents:
     """Return the vector-Jacobian products with respect to `inputs`; None where there is none."""
     pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if c is not None and o.requires_grad]
@@ -170,7 +176,11 @@ def pull_back(
     if not pairs or not wanted:
         return [None] * len(inputs)
     results, seeds = zip(*pairs, strict=True)
-    products = iter(torch.autograd.grad(results, wanted, seeds, allow_unused=True, create_graph=create_graph))
+    retain = retain_graph or create_graph
+    found = torch.autograd.grad(
+        results, wanted, seeds, allow_unused=True, create_graph=create_graph, retain_graph=retain
+    )
+    products = iter(found)
     return [next(products) if x.requires_grad else None for x in inputs]
 
 

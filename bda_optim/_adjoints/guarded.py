@@ -132,6 +132,12 @@ class _GatedStep(Step):
         self._gate = gate
         self.taped = step.taped
 
+    @property
+    def repeats(self) -> bool:
+        """Whether `pull` evaluates the step again."""
+        again: bool = self._function.repeats
+        return again
+
     def first_order(self) -> _GatedStep:
         """Return the same step with the gradients of both losses treated as constants."""
         return _GatedStep(self._function.first_order(), self._gate)

@@ -116,7 +116,7 @@ class Replay:
         self._slots = slots
         self._state = detach(state)
         self._count = len(tensors(state))
-        self._taped = step.taped
+        self._repeats = step.repeats
         self._recording = record
         self._ambient = Ambient(tensors(state))
         self._stored: dict[int, Stored] = {}
@@ -144,7 +144,7 @@ class Replay:
                 self._stored[number] = Stored(kept, self._ambient.rng())
             item = self._items[number]
             self._batch_versions.append([version_of(t) for t in tensors(item)])
-            keep = self._recording or (self._starts is None and number == end - 1 and self._taped)
+            keep = self._recording or (self._starts is None and number == end - 1 and not self._repeats)
             if keep or number == 0 or self._prints is not None:
                 state, record, saved = self._step.record(state, hyper, item)
                 if keep:
@@ -255,11 +255,11 @@ class Replay:
         taken = []
         for number in range(start, stop):
             # A tape evaluates nothing again: it needs neither the state nor the random numbers.
-            before = None if self._taped else state
-            rng = None if self._taped else self._ambient.rng()
+            before = state if self._repeats else None
+            rng = self._ambient.rng() if self._repeats else None
             # A second backward pass (retain_graph=True) records anew: as autograd does, the first frees its graph.
             saved = self._saved.pop(number, None)
-            item = self._item(number) if saved is None or not self._taped else None
+            item = self._item(number) if saved is None or self._repeats else None
             if saved is None:
                 state, record, saved = self._step.record(state, hyper, item)
                 ledger.append(record)

@@ -17,10 +17,11 @@ from torch import Tensor
 from .._adjoints.base import Cotangents, fresh, pull_back
 from .._adjoints.tangents import Tangents, push_forward
 from .._step.aggregation import at_step
+from .._step.gradients import add
 from .._step.step import BDAStep
 from .._support.tree import detach, replace_tensors, tensors
 from .._support.types import Item, Record
-from .mixed_mode import add, pull_mixed
+from .mixed_mode import pull_mixed
 from .program import Function
 from .units import Form, is_number
 

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .._adjoints.base import as_leaves, fresh, pull_back
-from .._step.gradients import both_gradients, no_gradient
-from .._step.objective import Loss
+from .._adjoints.stages import pull_in_stages
+from .._step.gradients import Grads, both_gradients
+from .._step.objective import Buffers
 from .._step.step import BDAStep
 from .._support.slots import fill
-from .._support.tree import replace_tensors, tensors
 from .._support.types import InnerState, Item
 
 
@@ -47,34 +46,22 @@ def pull_mixed(
         resolve: Returns the groups' settings, given the tensors of the slots.
         cotangents: One per tensor of the state; None is zero.
     """
-    leaves = fresh(tensors(state))
-    given = as_leaves(hyper)
-    with torch.enable_grad():
-        now = replace_tensors(state, leaves)
-        settings = resolve(given)
-        points = step.update.points(now, settings)
-        plain = fresh(points)
-        f, big_f, buffers = step.losses(plain, now.buffers, [h.detach() for h in given], item, settings)
-        both = both_gradients(f, big_f, plain, item.k, tasks=step.update.tasks)
-        lower, upper = ([None if g is None else g.detach().requires_grad_() for g in grads] for grads in both)
-        new = step.update(now, lower, upper, settings, step.hyper.fill(given))
-    grads = [g for g in (*lower, *upper) if g is not None]
-    pulled = pull_back(tensors(new._replace(buffers=buffers)), [*leaves, *given, *grads], cotangents)
-    totals = pulled[: len(leaves) + len(given)]
-    seeds = iter(pulled[len(leaves) + len(given) :])
-    directions = [[None if g is None else next(seeds) for g in level] for level in (lower, upper)]
-    at_points: list[Tensor | None] = list(no_gradient(points))
-    for loss, along in zip((step.lower, step.upper), directions, strict=True):
-        if not step.constant_gradients and loss is not None and any(w is not None for w in along):
-            by_points, by_hyper = _second(step, loss, plain, now.buffers, given, item, along)
-            at_points = add(at_points, by_points)
-            totals = add(totals, [*no_gradient(leaves), *by_hyper])
-    return add(totals, pull_back(points, [*leaves, *given], at_points))
+
+    def gradients(
+        points: Sequence[Tensor], buffers: Buffers, constants: Sequence[Tensor], settings: Any
+    ) -> tuple[tuple[Grads, Grads], Buffers]:
+        f, big_f, kept = step.losses(points, buffers, constants, item, settings)
+        return both_gradients(f, big_f, points, item.k, tasks=step.update.tasks), kept
+
+    def product(level: str, points: Any, buffers: Buffers, given: Any, along: Grads) -> tuple[Grads, Grads]:
+        return _second(step, level, points, buffers, given, item, along)
+
+    return pull_in_stages(step, state, hyper, resolve, gradients, product, cotangents)
 
 
 def _second(
     step: BDAStep,
-    loss: Loss,
+    level: str,
     points: Sequence[Tensor],
     buffers: tuple[Tensor, ...],
     hyper: Sequence[Tensor],
@@ -84,14 +71,9 @@ def _second(
     """Return the second derivatives of a loss along a direction of the points: by points, and by hyper."""
     with torch.enable_grad(), forward_ad.dual_level():
         duals = [p if w is None else forward_ad.make_dual(p, w) for p, w in zip(points, directions, strict=True)]
-        value, _ = step.objective(loss, duals, buffers, hyper, fill(item.batch, hyper))
+        value, _ = step.loss(level, duals, buffers, hyper, fill(item.batch, hyper), item.k)
         wanted = [h for h in hyper if h.requires_grad]
         grads = torch.autograd.grad(value.sum(), [*duals, *wanted], allow_unused=True)
         tangents = [None if g is None else forward_ad.unpack_dual(g).tangent for g in grads]
     cross = iter(tangents[len(duals) :])
     return tangents[: len(duals)], [next(cross) if h.requires_grad else None for h in hyper]
-
-
-def add(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Add tensors pairwise; None is zero."""
-    return [b if a is None else a if b is None else a + b for a, b in zip(first, second, strict=True)]

@@ -85,6 +85,11 @@ def no_gradient(points: Sequence[Tensor]) -> Grads:
     return [None] * len(points)
 
 
+def add(first: Grads, second: Grads) -> list[Tensor | None]:
+    """Add tensors pairwise; None is zero."""
+    return [b if a is None else a if b is None else a + b for a, b in zip(first, second, strict=True)]
+
+
 def check_scalar(loss: Any, level: str, k: Any, tasks: int | None) -> None:
     """Raise where a loss is not a scalar tensor (of each task)."""
     if not isinstance(loss, Tensor):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,9 +15,32 @@ from .._support.tensors import refuse_changed
 from .._support.torch_private import inside_transform, version_of
 from .._support.types import InnerState, Item, Record, Settings
 from .aggregation import needs_upper
-from .gradients import Grads, both_gradients, check_scalar, no_gradient
-from .objective import Loss, Objective
+from .gradients import Grads, add, both_gradients, check_scalar, gradient, no_gradient
+from .objective import Buffers, Loss, Objective
 from .update import Update
+
+Split: TypeAlias = Callable[[Any], Sequence[tuple[float, Any]]]
+"""Divides a batch into parts, with weights that sum to 1."""
+
+
+class Evaluation(NamedTuple):
+    """Both levels at one point.
+
+    Attributes:
+        record: Both losses, detached.
+        buffers: The buffers after the lower forward.
+        grads: The gradients of both losses.
+        marks: What `mark` returned before the lower loss, before the upper loss and after both.
+    """
+
+    record: Record
+    buffers: Buffers
+    grads: tuple[Grads, Grads]
+    marks: tuple[Any, ...] = ()
+
+
+def _no_mark() -> None:
+    """Mark nothing."""
 
 
 class BDAStep:
@@ -30,6 +54,7 @@ class BDAStep:
         hyper: The user's tree of upper variables, as a prox receives it.
         names: What messages call the tensors of `hyper`.
         param_names: What messages call the lower variables.
+        split: Divides a batch into parts, if both losses are means over parts.
     """
 
     def __init__(
@@ -42,6 +67,7 @@ class BDAStep:
         *,
         names: Sequence[str] = (),
         param_names: Sequence[str] = (),
+        split: Split | None = None,
     ) -> None:
         """Store the parts."""
         self.objective = objective
@@ -51,6 +77,7 @@ class BDAStep:
         self.hyper = hyper
         self.names = tuple(names)
         self.param_names = tuple(param_names)
+        self.split = split
         self.constant_gradients = False
         self.transformed = inside_transform()
 
@@ -68,19 +95,72 @@ class BDAStep:
         self, state: InnerState, hyper: Sequence[Tensor], item: Item, settings: Sequence[Settings]
     ) -> tuple[InnerState, Record]:
         """Take a step with given settings."""
+        new, evaluation = self.take(state, hyper, item, settings)
+        return new, evaluation.record
+
+    def take(
+        self,
+        state: InnerState,
+        hyper: Sequence[Tensor],
+        item: Item,
+        settings: Sequence[Settings],
+        mark: Callable[[], Any] = _no_mark,
+    ) -> tuple[InnerState, Evaluation]:
+        """Take a step with given settings; return also what was evaluated."""
         graph = torch.is_grad_enabled() and not self.constant_gradients
         points = self.update.points(state, settings)
         if self.transformed:
-            f, big_f, buffers, grads = self._by_transforms(points, state.buffers, hyper, item, settings)
-            new = self.update(InnerState(state.params, state.rule, buffers), *grads, settings, self.hyper.fill(hyper))
-            return new, Record(f, big_f)
-        with torch.enable_grad():  # the caller may be in a validation loop under no_grad
-            points = [p if graph and p.requires_grad else p.detach().requires_grad_() for p in points]
-            f, big_f, buffers = self.losses(points, state.buffers, hyper, item, settings)
-            grads = both_gradients(f, big_f, points, item.k, create_graph=graph, tasks=self.update.tasks)
-        state = InnerState(state.params, state.rule, buffers)
-        new = self.update(state, *grads, settings, self.hyper.fill(hyper))
-        return new, Record(f.detach(), None if big_f is None else big_f.detach())
+            found = self._by_transforms(points, state.buffers, hyper, item, settings)
+        else:
+            with torch.enable_grad():  # the caller may be in a validation loop under no_grad
+                points = [p if graph and p.requires_grad else p.detach().requires_grad_() for p in points]
+                if self.split is None or graph:
+                    f, big_f, buffers = self.losses(points, state.buffers, hyper, item, settings)
+                    grads = both_gradients(f, big_f, points, item.k, create_graph=graph, tasks=self.update.tasks)
+                    record = Record(f.detach(), None if big_f is None else big_f.detach())
+                    found = Evaluation(record, buffers, grads)
+                else:
+                    found = self._part_by_part(points, state.buffers, hyper, item, settings, mark)
+        state = InnerState(state.params, state.rule, found.buffers)
+        return self.update(state, *found.grads, settings, self.hyper.fill(hyper)), found
+
+    def _part_by_part(
+        self,
+        points: Sequence[Tensor],
+        buffers: Buffers,
+        hyper: Sequence[Tensor],
+        item: Item,
+        settings: Sequence[Settings],
+        mark: Callable[[], Any],
+    ) -> Evaluation:
+        """Evaluate both levels; the graph of each part of the batch is freed before the next part."""
+        with self._unchanged(points, item.k):
+            before = mark()
+            f, kept, lower = self._accumulated("lower", points, buffers, hyper, item)
+            between = mark()
+            big_f = None
+            upper = no_gradient(points)
+            if needs_upper(settings, self.upper, item.k):
+                big_f, _, upper = self._accumulated("upper", points, buffers, hyper, item)
+        return Evaluation(Record(f, big_f), kept, (lower, upper), (before, between, mark()))
+
+    def _accumulated(
+        self, level: str, points: Sequence[Tensor], buffers: Buffers, hyper: Sequence[Tensor], item: Item
+    ) -> tuple[Tensor, Buffers, Grads]:
+        """Return one loss, the buffers after it and its gradient, summed part by part."""
+
+        def one(part: Any, buffers: Buffers) -> tuple[Tensor, Buffers, Grads]:  # its frame holds the graph
+            value, kept = self.loss(level, points, buffers, hyper, part, item.k)
+            return value.detach(), kept, gradient(value, points, level, item.k, tasks=self.update.tasks)
+
+        assert self.split is not None
+        values = []
+        total = no_gradient(points)
+        for weight, part in self.split(fill(item.batch, hyper)):
+            value, buffers, grads = one(part, buffers)
+            values.append(weight * value)
+            total = add(total, [None if g is None else weight * g for g in grads])
+        return sum(values[1:], start=values[0]), buffers, total
 
     def _by_transforms(
         self,
@@ -89,24 +169,23 @@ class BDAStep:
         hyper: Sequence[Tensor],
         item: Item,
         settings: Sequence[Settings],
-    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...], tuple[Grads, Grads]]:
-        """Return both losses, the buffers and both gradients, taken by `torch.func.grad`, so that transforms nest.
+    ) -> Evaluation:
+        """Evaluate both levels, with gradients taken by `torch.func.grad`, so that transforms nest.
 
         A parameter that a loss does not use has the gradient 0 here, not None: its rule moves it all the same.
         """
         batch = fill(item.batch, hyper)
 
-        def total(points: Sequence[Tensor], loss: Any, level: str) -> tuple[Tensor, Any]:
-            value, kept = self.objective(loss, points, buffers, hyper, batch)
-            check_scalar(value, level, item.k, self.update.tasks)
+        def total(points: Sequence[Tensor], level: str) -> tuple[Tensor, Any]:
+            value, kept = self._mean(level, points, buffers, hyper, batch, item.k)
             return value.sum(), (value.detach(), kept)
 
         differentiate = torch.func.grad(total, has_aux=True)
-        lower, (f, kept) = differentiate(tuple(points), self.lower, "lower")
+        lower, (f, kept) = differentiate(tuple(points), "lower")
         if not needs_upper(settings, self.upper, item.k):
-            return f, None, kept, (lower, no_gradient(points))
-        upper, (big_f, _) = differentiate(tuple(points), self.upper, "upper")
-        return f, big_f, kept, (lower, upper)
+            return Evaluation(Record(f, None), kept, (lower, no_gradient(points)))
+        upper, (big_f, _) = differentiate(tuple(points), "upper")
+        return Evaluation(Record(f, big_f), kept, (lower, upper))
 
     def losses(
         self,
@@ -118,15 +197,42 @@ class BDAStep:
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
         """Return both losses (the upper one None where every alpha is 0), and the buffers after the lower forward."""
         batch = fill(item.batch, hyper)
-        versions = [version_of(p) for p in points] if _is_first(item.k) else []
-        f, kept = self.objective(self.lower, points, buffers, hyper, batch)
-        big_f = None
-        if needs_upper(settings, self.upper, item.k):
-            assert self.upper is not None
-            big_f, _ = self.objective(self.upper, points, buffers, hyper, batch)
+        with self._unchanged(points, item.k):
+            f, kept = self._mean("lower", points, buffers, hyper, batch, item.k)
+            big_f = None
+            if needs_upper(settings, self.upper, item.k):
+                big_f, _ = self._mean("upper", points, buffers, hyper, batch, item.k)
+        return f, big_f, kept
+
+    def loss(
+        self, level: str, points: Sequence[Tensor], buffers: Buffers, hyper: Sequence[Tensor], batch: Any, k: Any
+    ) -> tuple[Tensor, Buffers]:
+        """Return one loss on a batch, or on a part of one, and the buffers after it."""
+        loss = self.lower if level == "lower" else self.upper
+        assert loss is not None
+        value, kept = self.objective(loss, points, buffers, hyper, batch)
+        check_scalar(value, level, k, self.update.tasks)
+        return value, kept
+
+    def _mean(
+        self, level: str, points: Sequence[Tensor], buffers: Buffers, hyper: Sequence[Tensor], batch: Any, k: Any
+    ) -> tuple[Tensor, Buffers]:
+        """Return the mean of one loss over the parts of a batch, and the buffers after the last part."""
+        if self.split is None:
+            return self.loss(level, points, buffers, hyper, batch, k)
+        values = []
+        for weight, part in self.split(batch):
+            value, buffers = self.loss(level, points, buffers, hyper, part, k)
+            values.append(weight * value)
+        return sum(values[1:], start=values[0]), buffers
+
+    @contextmanager
+    def _unchanged(self, points: Sequence[Tensor], k: Any) -> Iterator[None]:
+        """Raise if the losses of the first step change the parameters in place."""
+        versions = [version_of(p) for p in points] if _is_first(k) else []
+        yield
         if versions:
             refuse_changed(self.param_names, points, versions)
-        return f, big_f, kept
 
 
 def _is_first(k: int | Tensor) -> bool:

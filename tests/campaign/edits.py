@@ -104,7 +104,7 @@ EDITS: dict[str, Edit] = {
         "tests/test_adjoint.py -k complex",
     ),
     "mixed mode forgets a loss": Edit(
-        "_compiled/mixed_mode.py", "at_points = add(at_points, by_points)", "at_points = by_points", "tests/test_engine.py -k compiled_modules"
+        "_adjoints/stages.py", "at_points = add(at_points, by_points)", "at_points = by_points", "tests/test_engine.py -k compiled_modules"
     ),
     "wrong compiled numbers pass": Edit(
         "_compiled/program.py", "            return False\n", "            pass\n", "tests/test_engine.py -k wrong_numbers"
