@@ -207,7 +207,7 @@ def initialisations(iterations: int = ITERATIONS) -> Figure:
         start = f"$x_0 = {x0:g},\\ y_0 = ({y0[0]:g}, {y0[1]:g})$"
         curves.append(Curve(f"RHG, {start}", color, (x0, y0, K, RHG)))
         curves.append(Curve(f"BDA, {start}", color, (x0, y0, K, BDA)))
-    title = "RHG misses the solution from every start. BDA comes close, and with a warm start it gets there"
+    title = "Errors of RHG and BDA from three starts"
     return figure(f"{title}   ($K = {K}$, $\\alpha_k = 0.5/k$)", curves, iterations)
 
 
@@ -216,7 +216,7 @@ def lower_steps(steps: Sequence[int] = STEPS, iterations: int = ITERATIONS) -> F
     for color, number in enumerate(steps):
         curves.append(Curve(f"RHG, $K = {number}$", color, (X0, Y0, number, RHG)))
         curves.append(Curve(f"BDA, $K = {number}$", color, (X0, Y0, number, BDA)))
-    title = "More lower steps do not help RHG. They bring BDA closer to the solution, and with a warm start faster"
+    title = "Errors of RHG and BDA with different numbers of lower steps"
     return figure(f"{title}   ($\\alpha_k = 0.5/k$)", curves, iterations)
 
 
@@ -226,7 +226,7 @@ def weights(iterations: int = ITERATIONS) -> Figure:
         Curve(r"BDA, $\alpha = 0.5$", 1, (X0, Y0, K, 0.5)),
         Curve(r"BDA, $\alpha_k = 0.9/k$", 2, (X0, Y0, K, bda.harmonic(0.9))),
     ]
-    title = "No share of the upper direction: the wrong place. A fixed share: slow. A vanishing share: fast"
+    title = "Errors with no, a fixed and a vanishing weight of the upper direction"
     return figure(f"{title}   ($K = {K}$)", curves, iterations)
 
 

@@ -72,7 +72,7 @@ def test_counterexample_is_symmetric(example: ModuleType, warm: bool) -> None:
     assert (run.y + mirrored.y - 2).abs().max() < 1e-12
 
 
-def test_titles_of_the_figures_are_true(example: ModuleType) -> None:
+def test_what_the_figures_show(example: ModuleType) -> None:
     def end(problem: tuple[object, ...], warm: bool, iteration: int = 14) -> float:
         """The error in x."""
         run = example.descend(*problem, warm=warm, iterations=14)
