@@ -34,21 +34,21 @@ EDITS: dict[str, Edit] = {
     "upper_lr ignored": Edit('_step/update.py', 'chosen["lr"] if chosen["upper_lr"] is None else chosen["upper_lr"]', 'chosen["lr"]'),
     "lower gradient detached": Edit('_step/gradients.py', 'lower, points, "lower", k, create_graph=create_graph', 'lower, points, "lower", k, create_graph=False'),
     "upper gradient detached": Edit('_step/gradients.py', 'gradient(upper, points, "upper", k, create_graph=create_graph', 'gradient(upper, points, "upper", k, create_graph=False'),
-    "the two gradients exchanged": Edit('_step/step.py', 'self.update(state, *grads, settings', 'self.update(state, *reversed(grads), settings'),
+    "the two gradients exchanged": Edit('_step/step.py', 'self.update(state, *found.grads, settings', 'self.update(state, *reversed(found.grads), settings'),
     "first order differentiates twice": Edit(
         "_step/step.py", "torch.is_grad_enabled() and not self.constant_gradients", "torch.is_grad_enabled()"
     ),
     "iterate detached": Edit('_step/update.py', 'old = [state.params[i] for i in group.members]', 'old = [state.params[i].detach() for i in group.members]'),
     "buffers of a step dropped": Edit(
         "_step/step.py",
-        "state = InnerState(state.params, state.rule, buffers)",
+        "state = InnerState(state.params, state.rule, found.buffers)",
         "pass",
         "tests/test_buffers.py -k keeps_the_lower",
     ),
     "validation leaks into the statistics": Edit(
         "_step/step.py",
-        "big_f, _ = self.objective(self.upper, points, buffers, hyper, batch)",
-        "big_f, kept = self.objective(self.upper, points, kept, hyper, batch)",
+        "big_f, _ = self._mean(\"upper\", points, buffers, hyper, batch, item.k)",
+        "big_f, kept = self._mean(\"upper\", points, kept, hyper, batch, item.k)",
         "tests/test_buffers.py -k keeps_the_lower",
     ),
     "a loss that is once differentiable passes": Edit(
