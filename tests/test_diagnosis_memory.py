@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -9,6 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from memory import Memory
+from torch import Tensor, nn
+
+import bda_optim as bda
+from bda_optim._diagnose import module_loop
+from bda_optim._diagnosis.memory import step_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
@@ -46,12 +54,11 @@ def run(steps):
 
 rule = {"rule": torch.optim.Adam} if name == "adam" else {}
 inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.01, **rule)
-report = inner.diagnose(model, lower, upper, hyper=x, steps=2, suggest=False, products=60)
-from bda_optim._diagnosis.memory import forecast, state_bytes, step_bytes
+from bda_optim._diagnosis.memory import predicted
 from bda_optim._diagnose import module_loop
 loop = module_loop(inner, model, lower, upper, steps=steps, hyper=x, params=None, batches=None, upper_batch=None,
                    copy_initial_weights=True, master=None)()
-found = forecast(step_bytes(loop), state_bytes(loop.state), steps=steps, scalars=64)[sys.argv[2]]
+found = predicted(loop, steps, 64)[sys.argv[2]]
 run(2)
 gc.collect()
 ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -60,6 +67,28 @@ before = status("VmRSS")
 run(steps)
 print(json.dumps([found, status("VmHWM") - before]))
 """
+
+
+def test_the_bytes_of_a_graph() -> None:
+    """Against all bytes that operations make and keep, counted from outside; data and upper variables do not count."""
+    model = nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 5)).double()
+    inputs, targets = torch.randn(40, 20, dtype=torch.float64), torch.randn(40, 5, dtype=torch.float64)
+    x = torch.zeros(40, 1, dtype=torch.float64, requires_grad=True)
+
+    def lower(net: nn.Module, x: Tensor, batch: object) -> Tensor:
+        return (x.sigmoid() * (net(inputs) - targets) ** 2).mean()
+
+    inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.1)
+    options = {"params": None, "batches": None, "upper_batch": None, "copy_initial_weights": True, "master": None}
+    loop = module_loop(inner, model, lower, lower, steps=30, hyper=x, **options)()
+    live = []
+    for steps in (10, 30):
+        with Memory() as memory:
+            fmodel = inner.unroll(model, lower, hyper=x, steps=steps)
+            gc.collect()
+            live.append(memory.now)
+            del fmodel
+    assert step_bytes(loop) == pytest.approx((live[1] - live[0]) / 20, rel=0.02)
 
 
 @pytest.mark.slow

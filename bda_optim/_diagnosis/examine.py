@@ -11,7 +11,7 @@ from .._context.environment import Ambient
 from .curvature import curvature
 from .findings import Measured, findings
 from .inner_loop import Build
-from .memory import EVALUATED, forecast, state_bytes, step_bytes
+from .memory import EVALUATED, predicted
 from .progress import Progress
 from .report import Diagnosis, report
 from .suggestion import code, suggest
@@ -49,7 +49,7 @@ def examine(
             curved = curvature(loop, whole.states, products=products, probes=probes, seed=seed, stage=bar.stage)
             measured = Measured(loop, whole, half, curved, adjoint)
             scalars = 0 if whole.gradient is None else whole.gradient.numel()
-            memory = forecast(step_bytes(loop), state_bytes(loop.state), steps=K, scalars=scalars)
+            memory = predicted(loop, K, scalars)
             evaluated = whole.evaluated + (half.evaluated if half else 0) + EVALUATED
             found = report(measured, shown, memory, scalars, findings(measured), evaluated)
             if not search:

@@ -17,7 +17,7 @@ from .._adjoints.unroll import Truncated, Unroll
 from .._step.schedules import Schedule, harmonic
 from .findings import EXPLODED, QUESTION, REMEMBERED, Measured, lower_rate, upper_rate
 from .inner_loop import Build
-from .memory import EVALUATED, forecast, state_bytes, step_bytes
+from .memory import EVALUATED, predicted
 from .progress import Progress
 from .rates import is_scale_free
 from .search import LONGEST, TOLERABLE, Choice, Search
@@ -114,7 +114,7 @@ def suggest(
         del rates["upper_lr"], reasons["upper_lr"]
         settings["upper_lr"] = given.get("upper_lr")
     loop = build(**rates, **({} if choice.c is None else {"alpha": settings["alpha"]}))
-    bytes_of = forecast(step_bytes(loop), state_bytes(loop.state), steps=choice.steps, scalars=scalars)
+    bytes_of = predicted(loop, choice.steps, scalars)
     settings["adjoint"], reasons["adjoint"] = _adjoint(measured, choice, search, bytes_of, scalars)
     if choice.error is not None and choice.error > SLOW and _settles(measured, given):
         choice, settings["adjoint"], reasons["adjoint"] = _settled(measured, choice)
@@ -264,7 +264,7 @@ def _reasons(measured: Measured, choice: Choice) -> dict[str, str]:
         if measured.steps_to_forget < math.inf and choice.steps > given:
             reasons["alpha"] = "the lower level has a single solution, which more steps reach."
     if choice.steps > given:
-        reasons["steps"] = f"with K = {given} the hypergradient has not settled."
+        reasons["steps"] = f"K = {given} leaves an estimated error above {TOLERABLE:g}."
     elif choice.steps < given:
         reasons["steps"] = f"with K = {given} adjoints explode."
     else:
