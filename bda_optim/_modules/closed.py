@@ -8,26 +8,28 @@ calls of `torch.nn.functional` keep torch's own derivative.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
 
 from .._support import torch_private
 
-_choice: ContextVar[bool | None] = ContextVar("closed_derivatives", default=None)
+_choices: ContextVar[tuple[bool, ...]] = ContextVar("closed_derivatives", default=())
+"""What the contexts chose that this thread is in, the innermost last."""
 
 
 class closed_derivatives:
     """Choose whether inner loops that start in this context use closed second derivatives of layers.
 
-    By default they do where this saves time: on the CPU, for activations that are not small. The results agree with
-    torch's own up to rounding. The choice is made where a module enters a loop (`unroll`, `innerloop_ctx`, a patched
-    module of `compat.higher`) and stays with that loop; it holds for the current thread.
+    Batch norm and convolutions have one. By default it is used where it saves time: on the CPU,
+    for activations that are not small. Results agree with torch's own up to rounding. The choice is made where a module
+    enters a loop (`unroll`, `innerloop_ctx`, a patched module of `compat.higher`) and stays with that loop. It holds
+    for the current thread.
 
-    A third derivative (of a hypergradient, with ``create_graph=True``) through batch norm is wrong in torch: its second
-    derivative takes mean and variance as constants. The closed form has the right one. It is used whatever the size
-    where one inner loop runs inside a loss of another.
+    A third derivative (of a hypergradient, taken with ``create_graph=True``) through batch norm is wrong
+    in torch, whose second derivative takes mean and variance as constants. Closed forms have the right one. They are
+    used whatever the size where one inner loop runs inside a loss of another.
 
     Args:
         enabled: True for closed derivatives whatever the size; False for torch's own.
@@ -41,41 +43,44 @@ class closed_derivatives:
         if not isinstance(enabled, bool):
             raise TypeError(f"`enabled` is True or False; got {enabled!r}. Without this context the size decides.")
         self._enabled = enabled
-        self._tokens: list[Token[bool | None]] = []
 
     def __enter__(self) -> None:
         """Make the choice."""
-        self._tokens.append(_choice.set(self._enabled))
+        _choices.set((*_choices.get(), self._enabled))
 
     def __exit__(self, *_: object) -> None:
         """Return to the choice before."""
-        _choice.reset(self._tokens.pop())
+        _choices.set(_choices.get()[:-1])
 
 
 def chosen() -> bool | None:
     """Return whether closed derivatives are to be used whatever the size; None leaves it to the size."""
-    if _choice.get() is None and torch_private.hooks_are_forbidden():  # inside a forward pass of another inner loop
-        return True
-    return _choice.get()
+    if choices := _choices.get():
+        return choices[-1]
+    return True if torch_private.hooks_are_forbidden() else None  # they are in a forward pass of another inner loop
 
 
-def is_closed(size: int, least: int, *tensors: Tensor | None) -> bool:
-    """Whether a call of a layer gets a closed derivative; where it does not, torch's own operations are called.
-
-    Closed forms were measured on the CPU. They are for strided tensors of one real dtype. Maps over tasks, forward-mode
-    derivatives, autocast, compilers and tensors of other classes see torch's own operations, which have rules for them.
+def is_small(x: Tensor, least: int) -> bool:
+    """Whether the closed form of a layer costs more than it saves; in a program that is traced it never does.
 
     Args:
-        size: The number of activations.
-        least: From which number on the closed form saves time; in a program that is traced it always does.
-        *tensors: Input, weights and buffers; the input comes first.
+        x: The input.
+        least: From how many activations on the closed form saves time.
     """
-    if size < least and not torch_private.is_traced():
-        return False
+    return x.numel() < least and not torch_private.is_traced()
+
+
+def is_usable(*tensors: Tensor | None) -> bool:
+    """Whether a closed form can take the input, weights and buffers of a layer; if not, torch's own layer is called.
+
+    Closed forms were measured on the CPU. They are for strided tensors of one real dtype, of which one requires grad.
+    Maps over tasks, forward-mode derivatives, autocast, compilers and tensors of other classes see torch's own
+    operations, which have rules for them.
+    """
     return (
         torch.is_grad_enabled()
         and any(t is not None and t.requires_grad for t in tensors)
-        and _are_plain(tensors)
+        and _are_plain([t for t in tensors if t is not None])
         and is_plain(*tensors)
         and not torch.compiler.is_compiling()
     )
@@ -95,17 +100,29 @@ def wanted_only(values: Sequence[Tensor | None], wanted: Sequence[bool]) -> tupl
     return tuple(value if there else None for value, there in zip(values, wanted, strict=True))
 
 
+def sum_of_products(*terms: tuple[Tensor, Tensor], plus: Tensor | None = None, composed: bool) -> Tensor:
+    """Return a sum of products, each of them one pass over memory.
+
+    Args:
+        *terms: Pairs of an activation, and of a tensor that broadcasts to it.
+        plus: A tensor to add.
+        composed: Whether nothing may be changed in place, as in a map over tasks.
+    """
+    total = terms[0][0] * terms[0][1]
+    for values, factor in terms[1:]:
+        total = total.addcmul(values, factor) if composed else total.addcmul_(values, factor)
+    if plus is not None:
+        total = total.add(plus) if composed else total.add_(plus)
+    return total
+
+
 _DTYPES = (torch.float32, torch.float64)
 _CLASSES = (Tensor, nn.Parameter)
 
 
-def _are_plain(tensors: Sequence[Tensor | None]) -> bool:
-    there = [t for t in tensors if t is not None]
-    return all(
-        type(t) in _CLASSES
-        and t.dtype in _DTYPES
-        and t.dtype is there[0].dtype
-        and t.is_cpu
-        and t.layout is torch.strided
-        for t in there
+def _are_plain(tensors: Sequence[Tensor]) -> bool:
+    dtype = tensors[0].dtype
+    return dtype in _DTYPES and all(
+        type(t) in _CLASSES and t.dtype is dtype and t.is_cpu and t.layout is torch.strided and t.numel()
+        for t in tensors
     )
