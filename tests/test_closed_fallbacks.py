@@ -20,6 +20,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "batch norm": (lambda: nn.BatchNorm2d(2), (3, 2, 2, 2)),
     "batch norm in eval mode": (lambda: nn.BatchNorm1d(2).eval(), (3, 2)),
     "batch norm without statistics": (lambda: nn.BatchNorm1d(2, track_running_stats=False), (3, 2, 2)),
+    "layer norm": (lambda: nn.LayerNorm((2, 3)), (2, 2, 3)),
     "convolution": (lambda: nn.Conv2d(2, 4, 2, padding=1, groups=2), (2, 2, 3, 3)),
     "transposed convolution": (lambda: nn.ConvTranspose1d(2, 3, 2, stride=2), (2, 2, 4)),
 }

@@ -12,7 +12,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from .._support import torch_private
 from .._support.autograd_graph import WithoutSecondDerivative
-from . import batch_norm, convolution
+from . import batch_norm, convolution, row_norms
 from .closed import chosen
 
 _CLOSED: dict[type[nn.Module], Any] = {
@@ -25,6 +25,7 @@ _CLOSED: dict[type[nn.Module], Any] = {
     nn.ConvTranspose1d: convolution.ConvTranspose1d,
     nn.ConvTranspose2d: convolution.ConvTranspose2d,
     nn.ConvTranspose3d: convolution.ConvTranspose3d,
+    nn.LayerNorm: row_norms.LayerNorm,
 }
 """The layers with a closed second derivative: torch's class, and that of the twin."""
 
