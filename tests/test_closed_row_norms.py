@@ -1,4 +1,4 @@
-"""The closed second derivative of layer norm: against finite differences, torch, and the norm written out."""
+"""The closed second derivatives of layer and group norm: against finite differences, torch, and norms written out."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "layer, two dimensions": (lambda: nn.LayerNorm((2, 3)), (2, 2, 2, 3)),
     "layer, no bias": (lambda: nn.LayerNorm(3, bias=False), (2, 2, 3)),
     "layer, not affine": (lambda: nn.LayerNorm(3, elementwise_affine=False), (3, 3)),
+    "group": (lambda: nn.GroupNorm(2, 4), (2, 4, 2, 2)),
+    "group, vectors": (lambda: nn.GroupNorm(2, 4), (3, 4)),
+    "group, one": (lambda: nn.GroupNorm(1, 2, eps=0.1), (2, 2, 3)),
+    "group, one per channel": (lambda: nn.GroupNorm(2, 2), (2, 2, 1, 2, 2)),
+    "group, not affine": (lambda: nn.GroupNorm(2, 4, affine=False), (2, 4, 3)),
 }
 cases = pytest.mark.parametrize("name", CASES)
 PRECISIONS = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
@@ -71,7 +76,7 @@ def test_torchs_third_derivative_of_layer_norm_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("frozen", [[0], [1], [2], [0, 1], [1, 2], [0, 2]], ids=str)
-@pytest.mark.parametrize("name", ["layer"])
+@pytest.mark.parametrize("name", ["layer", "group"])
 def test_inputs_that_need_no_gradient(name: str, frozen: list[int]) -> None:
     closed, own, inputs = pair(CASES[name])
     for i in frozen:

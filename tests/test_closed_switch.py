@@ -23,7 +23,7 @@ from bda_optim._modules.skeleton import Skeleton
 
 pytestmark = pytest.mark.usefixtures("doubles")
 
-CLOSED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.Conv2d, nn.LayerNorm)
+CLOSED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)
 
 
 def net() -> nn.Sequential:
@@ -38,6 +38,8 @@ def net() -> nn.Sequential:
         nn.Tanh(),
         nn.Flatten(),
         nn.LayerNorm(8),
+        nn.Linear(8, 8),
+        nn.GroupNorm(2, 8),
         nn.Linear(8, 4),
         nn.BatchNorm1d(4, momentum=None),
         nn.Linear(4, 2),
@@ -96,7 +98,7 @@ def test_tasks() -> None:
     for enabled in (True, False):
         hyper = torch.tensor([1.0, 0.4], requires_grad=True)
         module = net()
-        module[9].momentum = 0.1  # the cumulative average reads a number, which vmap cannot batch
+        module[11].momentum = 0.1  # the cumulative average reads a number, which vmap cannot batch
         inner = bda.BDAInnerOptimizer(module.parameters(), lr=0.1)
         with bda.closed_derivatives(enabled):
             fmodel = inner.unroll(module, lower, hyper=hyper, steps=3, batches=batches, tasks=2)
@@ -140,7 +142,9 @@ def test_loops_nest(adjoint: Any) -> None:
 CASES = {**layers.CASES, **awkward.CASES}
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if re.search("BatchNorm|batch norm|Conv|LayerNorm", name)])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if re.search("BatchNorm|batch norm|Conv|LayerNorm|GroupNorm", name)]
+)
 def test_the_layers_of_the_campaign_with_every_adjoint(name: str) -> None:
     with bda.closed_derivatives(True):
         verdict = matrix.judge(CASES[name], others=True)

@@ -22,7 +22,7 @@ _choices: ContextVar[tuple[bool, ...]] = ContextVar("closed_derivatives", defaul
 class closed_derivatives:
     """Choose whether inner loops that start in this context use closed second derivatives of layers.
 
-    Batch norm, layer norm and convolutions have one. By default it is used where it saves time: on the CPU,
+    Batch norm, layer norm, group norm and convolutions have one. By default it is used where it saves time: on the CPU,
     for activations that are not small. Results agree with torch's own up to rounding. The choice is made where a module
     enters a loop (`unroll`, `innerloop_ctx`, a patched module of `compat.higher`) and stays with that loop. It holds
     for the current thread.

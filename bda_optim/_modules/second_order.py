@@ -26,6 +26,7 @@ _CLOSED: dict[type[nn.Module], Any] = {
     nn.ConvTranspose2d: convolution.ConvTranspose2d,
     nn.ConvTranspose3d: convolution.ConvTranspose3d,
     nn.LayerNorm: row_norms.LayerNorm,
+    nn.GroupNorm: row_norms.GroupNorm,
 }
 """The layers with a closed second derivative: torch's class, and that of the twin."""
 
