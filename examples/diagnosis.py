@@ -35,8 +35,6 @@ X = 0.3  # of the counter-example
 SAMPLES, FEATURES = 40, 20  # of ridge
 FEW, PARAMETERS, EFFECTS = 10, 30, 5  # samples, parameters and upper variables of least_squares
 
-torch.set_default_dtype(torch.float64)
-
 # --- the problems -----------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +153,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="K = 8, to see that all is there")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    torch.set_default_dtype(torch.float64)
     steps = 8 if args.smoke else args.steps
     found = {}
     for make in (ridge, counterexample, least_squares):
