@@ -14,11 +14,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 
+SCRIPTS = {path.stem: path for path in sorted((ROOT / "examples").rglob("[!_]*.py"))}
+
+
 def run(script: str, *options: object) -> None:
     """Run a script in this process: importing torch and scikit-learn takes longer than a smoke run."""
     before, sys.argv = sys.argv, [script, *map(str, options)]
     try:
-        runpy.run_path(str(ROOT / "examples" / f"{script}.py"), run_name="__main__")
+        runpy.run_path(str(SCRIPTS[script]), run_name="__main__")
     finally:
         sys.argv = before
 
@@ -52,8 +55,7 @@ def kill_at(script: str, out: Path, checkpoint: str, *options: object) -> None:
 
     The process kills itself: one that polls for the file may come too late on a loaded machine.
     """
-    path = ROOT / "examples" / f"{script}.py"
-    command = [sys.executable, "-c", KILLED, str(path), checkpoint, "--out", str(out), *map(str, options)]
+    command = [sys.executable, "-c", KILLED, str(SCRIPTS[script]), checkpoint, "--out", str(out), *map(str, options)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr

@@ -158,7 +158,9 @@ def test_a_rank_that_dies_ends_the_others_and_a_new_run_resumes(tmp_path: Path) 
 
 def few_shot(launch: Sequence[str], out: Path, *options: str) -> torch.Tensor:
     """Run the example's smallest form by a launcher; return the losses and accuracies on the way."""
-    done = module(*launch, "examples/few_shot.py", "--smoke", "--methods", "maml", "bda", "--out", str(out), *options)
+    done = module(
+        *launch, "examples/paper/few_shot.py", "--smoke", "--methods", "maml", "bda", "--out", str(out), *options
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("| BDA |") == 1, "only one process writes"
     found = json.loads((out / "made_5way_1shot.json").read_text())["methods"]
@@ -167,7 +169,7 @@ def few_shot(launch: Sequence[str], out: Path, *options: str) -> torch.Tensor:
 
 def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """The same in this process, which is quicker."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "paper"))
     options = ["few_shot.py", "--smoke", "--methods", "maml", "bda", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", options)
     importlib.import_module("few_shot").main()
@@ -197,7 +199,7 @@ def test_few_shot_over_ranks_is_that_of_one_process(
 def test_few_shot_says_when_the_option_and_the_start_do_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "paper"))
     main = importlib.import_module("few_shot").main
     monkeypatch.setattr(sys, "argv", ["few_shot.py", "--smoke", "--distributed"])
     with pytest.raises(SystemExit):

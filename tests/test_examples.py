@@ -130,7 +130,7 @@ def test_the_script_for_higher_agrees(capsys: pytest.CaptureFixture[str]) -> Non
     assert after < before / 2
 
 
-@pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "examples").glob("[!_]*.py")))
+@pytest.mark.parametrize("script", scripts.SCRIPTS)
 def test_every_script_has_help(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         scripts.run(script, "--help")
@@ -142,8 +142,8 @@ def test_every_script_has_help(script: str, capsys: pytest.CaptureFixture[str]) 
 
 def test_the_readme_names_every_script() -> None:
     table = re.search(r"^## Examples$(.*?)^## ", README, re.DOTALL | re.MULTILINE)[1]
-    named = re.findall(r"^\| `python examples/(\w+)\.py", table, re.MULTILINE)
-    assert sorted(named) == sorted(path.stem for path in (ROOT / "examples").glob("[!_]*.py"))
+    named = re.findall(r"^\| `python (examples/[\w/]+\.py)", table, re.MULTILINE)
+    assert sorted(named) == sorted(str(path.relative_to(ROOT)) for path in scripts.SCRIPTS.values())
 
 
 def test_the_readme_has_snippets() -> None:

@@ -25,14 +25,14 @@ pytest.importorskip("PIL")
 pytest.importorskip("tqdm")
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "examples" / "few_shot.py"
+SCRIPT = ROOT / "examples" / "paper" / "few_shot.py"
 RESULTS = sorted((ROOT / "examples" / "results").glob("few_shot_*.json"))
 
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "examples"))
+        patch.syspath_prepend(str(ROOT / "examples" / "paper"))
         yield importlib.import_module("few_shot")
 
 

@@ -24,14 +24,14 @@ for needed in ("matplotlib", "PIL", "sklearn", "tqdm"):
     pytest.importorskip(needed)
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "examples" / "hyper_cleaning.py"
+SCRIPT = ROOT / "examples" / "paper" / "hyper_cleaning.py"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "examples"))
+        patch.syspath_prepend(str(ROOT / "examples" / "paper"))
         yield importlib.import_module("hyper_cleaning")
 
 

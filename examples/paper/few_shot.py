@@ -26,11 +26,11 @@ The protocol is MAML's, as in the paper. Omniglot's characters are divided at ra
 degrees they count as further classes. Batch normalisation uses the statistics of the set at hand, support or query, of
 one task: there are no running statistics, and the images of a query set are classified together.
 
-    python examples/few_shot.py --data DATA                                       # Omniglot, 5-way 1-shot
-    python examples/few_shot.py --data DATA --dataset cifar_fs --methods bda rhg t-rhg
-    python examples/few_shot.py --smoke                                           # seconds, on made images
-    torchrun --nproc-per-node 2 examples/few_shot.py --data DATA --distributed    # tasks divided among processes
-    accelerate launch --multi_gpu --num_processes 2 examples/few_shot.py --data DATA --distributed
+    python examples/paper/few_shot.py --data DATA                                       # Omniglot, 5-way 1-shot
+    python examples/paper/few_shot.py --data DATA --dataset cifar_fs --methods bda rhg t-rhg
+    python examples/paper/few_shot.py --smoke                                           # seconds, on made images
+    torchrun --nproc-per-node 2 examples/paper/few_shot.py --data DATA --distributed    # tasks divided among processes
+    accelerate launch --multi_gpu --num_processes 2 examples/paper/few_shot.py --data DATA --distributed
 
 All methods get the same episodes, the same initial backbone and the same number of upper iterations; they take turns,
 so that a run which is stopped has brought all of them equally far. Each has a checkpoint of its own: --resume goes on,
@@ -51,6 +51,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import _above  # noqa: F401
 import torch
 import torch.nn.functional as F
 from _episodes import Tasks, draw, load

@@ -15,7 +15,7 @@ Supports are read from the paper's y~, one proximal step of the lower level from
 y_K itself has no zeros. With alpha = 0 a feature that is off in all K steps has no hypergradient and stays off, and the
 upper direction seldom brings one back: so all strengths start at a tenth of the least one that switches everything off.
 
-    python examples/lasso.py --seeds 10 11 12
+    python examples/paper/lasso.py --seeds 10 11 12
 
 prints a table and writes it as JSON, with one figure per problem: strengths and coefficients over the upper iterations.
 """
@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import _above  # noqa: F401
 import matplotlib
 import torch
 from _run import Checkpoint, arguments, write_atomically, write_json

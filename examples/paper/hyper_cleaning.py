@@ -15,9 +15,9 @@ Four numbers are reported: the accuracy of y_K on the test data, as in the paper
 with the learned x ("lower only"); the F1 score of finding the wrong labels; and the test accuracy of a fresh model that
 was trained on the samples that were kept, and on nothing else. In the last three y has seen no validation label.
 
-    python examples/hyper_cleaning.py                                             (scikit-learn's digits, a minute)
-    python examples/hyper_cleaning.py --data DIR --dataset mnist --steps 50 100 200 --seeds 3 4 5
-    python examples/hyper_cleaning.py --data DIR --dataset mnist --steps 400 800 --seeds 3 --iterations 16 --resume
+    python examples/paper/hyper_cleaning.py                                     (scikit-learn's digits, a minute)
+    python examples/paper/hyper_cleaning.py --data DIR --steps 50 100 200 --seeds 3 4 5
+    python examples/paper/hyper_cleaning.py --data DIR --steps 400 800 --seeds 3 --iterations 16 --resume
 
 The paper writes f and F with sums and gives no rates; here they are means, with the rates below.
 
@@ -34,6 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import _above  # noqa: F401
 import torch
 import torch.nn.functional as F
 from _cleaning_data import SCALE, Data, Part, load, split

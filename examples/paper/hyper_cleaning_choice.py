@@ -4,7 +4,7 @@ A fifth of the validation set is held out: 1400 of the 7000 samples on MNIST. Th
 in the final runs, and the setting whose y_K is most accurate on the held-out samples is taken; the test set plays no
 part. The lower rate and Adam's on x are chosen for RHG, and are those of all methods. Then BDA's two constants are.
 
-    python examples/hyper_cleaning_choice.py --data DIR --seeds 0
+    python examples/paper/hyper_cleaning_choice.py --data DIR --seeds 0
 
 The seeds used here should not be among those of the final runs.
 """
