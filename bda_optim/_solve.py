@@ -13,6 +13,7 @@ from torch import Tensor
 from ._adjoints.base import Adjoint, check_adjoint
 from ._adjoints.partwise import PartwiseStep
 from ._adjoints.unroll import Unroll
+from ._compiled.records import JoinedRecords
 from ._compiled.step import CompiledStep
 from ._compiled.units import with_plain_counts, with_tensor_counts
 from ._context.forward import surroundings
@@ -195,7 +196,7 @@ def _run(
     versions = [] if step.transformed else [version_of(t) for t in values]
     adjoint = loop.adjoint or Unroll()
 
-    def run(items: Items) -> tuple[InnerState, list[Record]]:
+    def run(items: Items) -> tuple[InnerState, Sequence[Record]]:
         if loop.compile and not state.params[0].is_meta:
             return _run_compiled(adjoint, step, state, values, items, loop.mode)
         return adjoint(step if step.split is None else PartwiseStep(step), state, values, items)
@@ -209,13 +210,13 @@ def _run(
 
 def _run_compiled(
     adjoint: Adjoint, step: BDAStep, state: InnerState, values: tuple[Tensor, ...], items: Items, mode: str
-) -> tuple[InnerState, list[Record]]:
+) -> tuple[InnerState, Sequence[Record]]:
     """Hand a compiled step to the adjoint; it counts in tensors, and its records come in units."""
     tasks = step.update.tasks
     each = tasks is not None and not step.update.rule.elementwise  # a count for each task
     start = with_tensor_counts(state, (tasks or 1,) if each else ())
     last, records = adjoint(CompiledStep(step, start, values, mode), start, values, items)
-    return with_plain_counts(last, like=state), [record for unit in records for record in unit]
+    return with_plain_counts(last, like=state), JoinedRecords([block for unit in records for block in unit])
 
 
 def _check_alpha(upper: Loss | None, settings: Mapping[str, Any], steps: int) -> None:

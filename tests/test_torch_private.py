@@ -452,3 +452,23 @@ def test_every_name_has_a_canary() -> None:
             names += [target.id for target in targets if isinstance(target, ast.Name)]
     missing = [name for name in names if not name.startswith("_") and f"private.{name}" not in canaries]
     assert len(names) > 20 and not missing
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_compiled_program_is_entered_directly() -> None:
+    """Otherwise small compiled steps take twice as long; where the layers around a program matter, it is not."""
+    inputs = [torch.randn(4, 4), torch.randn(4, 4)]
+
+    def enter(function: Any) -> tuple[Any, Any]:
+        return private.call_and_enter(private.compile_graph(private.trace_graph(function, inputs), inputs, {}), inputs)
+
+    result, entry = enter(lambda x, w: [(x.tanh() @ w).tanh(), x.sum()])
+    assert entry is not None, "compiled programs are called through all layers of torch"
+    torch.testing.assert_close(list(entry(list(inputs))), list(result), rtol=0, atol=0)
+    result, entry = enter(lambda x, w: [x.tanh(), x.view(-1)])  # the layers make the view
+    assert entry is None and result[1].data_ptr() == inputs[0].data_ptr()
+
+
+def test_other_functions_are_called_as_they_are() -> None:
+    assert private.call_and_enter(lambda x: [x], [torch.ones(1)]) == ([torch.ones(1)], None)

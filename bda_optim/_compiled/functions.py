@@ -7,7 +7,6 @@ and last the cotangents or tangents. The results are lists in which None stands 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from .._support.tree import detach, replace_tensors, tensors
 from .._support.types import Item, Record
 from .mixed_mode import pull_mixed
 from .program import Function
+from .records import joined_losses
 from .units import Form, is_number
 
 
@@ -44,14 +44,14 @@ class Functions:
         self.plain = [[name for name in ("lr", "upper_lr") if is_number(s[name])] for s in settings]
 
     def sweep(self, form: Form) -> Function:
-        """Return the steps; the results are the new state and the two losses of each step."""
+        """Return the steps; the results are the new state, and the losses of each level in one tensor."""
         count, inputs = self._count, self._inputs
 
         def sweep(*flat: Tensor) -> list[Tensor | None]:
             with torch.no_grad():
                 start = replace_tensors(self._state, flat[:count])
                 now, records = self._apply(form, start, flat[count : count + inputs], flat[count + inputs :])
-            return [*tensors(now), *itertools.chain.from_iterable(records)]
+            return [*tensors(now), *joined_losses(records)]
 
         return sweep
 
@@ -82,7 +82,7 @@ class Functions:
                 return known + self._pull_mixed(form, detach(start), hyper, rest, cotangents)
             with torch.enable_grad():
                 now, records = self._apply(form, start, hyper, rest)
-            known = [*detach(tensors(now)), *detach(list(itertools.chain.from_iterable(records)))] if whole else []
+            known = [*detach(tensors(now)), *joined_losses(records)] if whole else []
             return known + pull_back(tensors(now), [*leaves, *hyper], cotangents)
 
         return pull
@@ -106,7 +106,7 @@ class Functions:
                 leaves = tensors(now)
                 tangents = push_forward(leaves, [*before, *fixed], tangents) + tangents[count:]
                 records.append(record)
-            return [*map(Tensor.detach, leaves), *itertools.chain.from_iterable(records), *tangents[:count]]
+            return [*map(Tensor.detach, leaves), *joined_losses(records), *tangents[:count]]
 
         return pushed
 

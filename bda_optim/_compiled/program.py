@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._support.tensors import layout
-from .._support.torch_private import announced_compilation, trace_graph, version_of
+from .._support.torch_private import announced_compilation, call_and_enter, trace_graph, version_of
 from .._support.tree import detach
 from .compiling import Choices
 from .failure import reads_a_value
@@ -40,13 +40,24 @@ class Program:
     constants: list[int | Tensor]
     present: list[bool]
 
+    def __post_init__(self) -> None:
+        """Prepare: after the first call the program is entered directly, where that is the same."""
+        self._enter: Callable[..., Any] | None = None
+        self._fresh = True
+
     def extra(self, captured: Sequence[Tensor]) -> list[Tensor]:
         """Return the constants, given the tensors of closures as they are now."""
         return [captured[c].detach() if isinstance(c, int) else c for c in self.constants]
 
     def __call__(self, inputs: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Any]:
         """Run it; outputs that do not exist are None."""
-        outputs = self.call(*inputs, *extra)
+        if self._enter is not None:
+            outputs = self._enter([*inputs, *extra])
+        elif self._fresh:
+            self._fresh = False
+            outputs, self._enter = call_and_enter(self.call, [*inputs, *extra])
+        else:
+            outputs = self.call(*inputs, *extra)
         if len(outputs) == len(self.present):
             return list(outputs)
         rest = iter(outputs)

@@ -133,7 +133,7 @@ class Programs:
         mixed = self._is_mixed(part.form, self._where, [*flat, *tangents])
         joint = self._functions.pull(part.form, self._wanted, self._where, mixed=mixed, whole=True)
         return build_pair(
-            joint, flat, tangents, state=len(values), first=len(values) + 2 * len(part.items), captured=self._captured,
+            joint, flat, tangents, state=len(values), first=len(values) + 2, captured=self._captured,
             choices=self._engine.choices,
         )  # fmt: skip
 

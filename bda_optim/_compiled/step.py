@@ -26,11 +26,12 @@ from .._step.step import BDAStep
 from .._support.tensors import any_requires_grad, is_differentiable
 from .._support.torch_private import version_of
 from .._support.tree import detach, replace_tensors, tensors
-from .._support.types import Item, Record
+from .._support.types import Item
 from .cache import engine_of
 from .functions import Functions
 from .program import Pair
 from .programs import Programs
+from .records import Losses, losses_of
 from .units import Part, Unit, Units, is_number
 
 _MOST_MISSES = 3
@@ -113,21 +114,21 @@ class CompiledStep(Step):
 
     # What adjoints call.
 
-    def __call__(self, state: Any, hyper: Sequence[Tensor], unit: Unit) -> tuple[Any, list[Record]]:
+    def __call__(self, state: Any, hyper: Sequence[Tensor], unit: Unit) -> tuple[Any, list[Losses]]:
         """Take the steps of a unit."""
         if torch.is_grad_enabled() or self._engine.broken or not unit.plan.compiled:
-            return self._uncompiled(state, hyper, unit.plan.items)
+            return self._uncompiled(state, hyper, unit.plan.parts)
         values, losses, _ = self._forward(state, hyper, unit, keep=False)
-        return replace_tensors(state, values), _records(losses)
+        return replace_tensors(state, values), losses
 
-    def record(self, state: Any, hyper: Sequence[Tensor], unit: Unit) -> tuple[Any, list[Record], Any]:
+    def record(self, state: Any, hyper: Sequence[Tensor], unit: Unit) -> tuple[Any, list[Losses], Any]:
         """Take the steps of a unit; return also what `pull` needs of their work, or None."""
         if self._engine.broken or not unit.plan.compiled:
             return self.tape(state, hyper, unit)
         self._inspect(state, hyper, unit)
         self._engine.pulled = True
         values, losses, chain = self._forward(state, hyper, unit, keep=True)
-        return replace_tensors(state, values), _records(losses), chain
+        return replace_tensors(state, values), losses, chain
 
     def _inspect(self, state: Any, hyper: Sequence[Tensor], unit: Unit) -> None:
         """Record the first step of a problem uncompiled, to see what it depends on."""
@@ -151,7 +152,7 @@ class CompiledStep(Step):
 
     def push(
         self, state: Any, hyper: Sequence[Tensor], unit: Unit, tangents: Tangents
-    ) -> tuple[Any, list[Record], Tangents]:
+    ) -> tuple[Any, list[Losses], Tangents]:
         """Take the steps of a unit with the tangents of state and hyper."""
         result = None
         if self._engine.inspected and unit.plan.compiled and not self._engine.broken:
@@ -161,26 +162,28 @@ class CompiledStep(Step):
             self._engine.inspected = True  # by `tape`, which raises otherwise
             return super().push(state, hyper, unit, tangents)
         count = len(self._where)
-        end = count + 2 * len(unit.plan.items)
-        return replace_tensors(state, result[:count]), _records(result[count:end]), result[end:]
+        return replace_tensors(state, result[:count]), [_losses(part, result, count)], result[count + 2 :]
 
-    def _uncompiled(self, state: Any, hyper: Sequence[Tensor], items: Sequence[Item]) -> tuple[Any, list[Record]]:
-        records = []
-        for item in items:
-            state, record = self._step(state, hyper, item)
-            records.append(record)
-        return state, records
+    def _uncompiled(self, state: Any, hyper: Sequence[Tensor], parts: Sequence[Part]) -> tuple[Any, list[Losses]]:
+        losses = []
+        for part in parts:
+            records = []
+            for item in part.items:
+                state, record = self._step(state, hyper, item)
+                records.append(record)
+            losses.append(losses_of(records))
+        return state, losses
 
     # Chains of calls.
 
     def _forward(
         self, state: Any, hyper: Sequence[Tensor], unit: Unit, *, keep: bool
-    ) -> tuple[list[Tensor], list[Any], _Chain | None]:
+    ) -> tuple[list[Tensor], list[Losses], _Chain | None]:
         """Take the steps of a unit; return the tensors of the new state, the losses, and the calls if all are kept."""
         values = [t.detach() for t in tensors(state)]
         fixed = [h.detach() for h in hyper]
         count = len(values)
-        losses: list[Any] = []
+        losses: list[Losses] = []
         chain = _Chain([], []) if keep else None
         paired = self._differentiated and self._engine.pulled
         pair = known = None
@@ -199,20 +202,19 @@ class CompiledStep(Step):
                 continue
             inputs = [*values, *fixed, *part.form.tensors, part.rows]
             outputs = pair.ahead(inputs, extra)
-            end = count + 2 * len(part.items)
             values = outputs[:count]
-            losses += outputs[count:end]
+            losses.append(_losses(part, outputs, count))
             if chain is not None:
-                chain.links.append(_Link(pair, inputs, outputs[end:]))
+                chain.links.append(_Link(pair, inputs, outputs[count + 2 :]))
         return values, losses, chain
 
-    def _advance(self, part: Part, values: list[Tensor], hyper: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
+    def _advance(self, part: Part, values: list[Tensor], hyper: Sequence[Tensor]) -> tuple[list[Tensor], list[Losses]]:
         """Take the steps of a part whose pull-back is not compiled with it; return new values, and the losses."""
         result = None if self._engine.broken else self._programs.run("sweep", part, values, hyper, [])
         if result is not None:
-            return result[: len(values)], result[len(values) :]
-        state, records = self._uncompiled(replace_tensors(self._state, values), hyper, part.items)
-        return tensors(state), [loss for record in records for loss in record]
+            return result[: len(values)], [_losses(part, result, len(values))]
+        state, losses = self._uncompiled(replace_tensors(self._state, values), hyper, [part])
+        return tensors(state), losses
 
     def _backward(self, chain: _Chain, values: Sequence[Tensor], cotangents: Cotangents) -> Cotangents | None:
         """Pull cotangents back through a chain of calls.
@@ -251,6 +253,6 @@ class CompiledStep(Step):
         return pulled
 
 
-def _records(losses: Sequence[Any]) -> list[Record]:
-    """Return the records of lower and upper losses in turns."""
-    return [Record(*pair) for pair in zip(losses[::2], losses[1::2], strict=True)]
+def _losses(part: Part, outputs: Sequence[Any], first: int) -> Losses:
+    """Return the losses of a part among the outputs of its program."""
+    return Losses(outputs[first], outputs[first + 1], part.form.evaluated)

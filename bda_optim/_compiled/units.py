@@ -36,11 +36,6 @@ class Plan:
         self.parts = tuple(parts)
         self.compiled = compiled
 
-    @property
-    def items(self) -> tuple[Item, ...]:
-        """All steps."""
-        return tuple(item for part in self.parts for item in part.items)
-
 
 class Unit(NamedTuple):
     """Steps that an adjoint takes by one call.
@@ -133,6 +128,7 @@ class Form:
     def __init__(self, items: Sequence[Item], modes: tuple[tuple[str, ...], ...]) -> None:
         self.tensors: list[Tensor] = []
         self.modes = modes
+        self.evaluated = tuple(any(mode != "0" for mode in step) for step in modes)  # whether the upper loss is needed
         self.number: int | None = None  # an engine's short name for the key
         known: dict[int, _Nth] = {}
         self._batches = []

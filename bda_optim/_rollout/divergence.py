@@ -23,7 +23,7 @@ from .._support.tree import detach
 from .._support.types import InnerState, Item, Record
 from .losses import all_finite, diverged, first_bad_loss
 
-Result: TypeAlias = tuple[InnerState, list[Record]]
+Result: TypeAlias = tuple[InnerState, Sequence[Record]]
 
 CHOICES = ("raise", "stop", "ignore")
 """What becomes of a rollout that diverged at step k: an error, y_{k-1}, or y_K as it is."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._compiled.records import JoinedRecords, Losses
 from .._support.types import Record
 
 
@@ -39,6 +40,8 @@ def _shown(losses: Tensor) -> str:
 def trace_of(records: Sequence[Record], tasks: int | None) -> Trace:
     """Stack the losses of all steps."""
     shape = () if tasks is None else (tasks,)
+    if isinstance(records, JoinedRecords):
+        return _trace_of_blocks(records.blocks, shape)
     lower = torch.stack([record.lower.reshape(shape) for record in records])
     if all(record.upper is None for record in records):
         return Trace(lower, None)
@@ -46,11 +49,30 @@ def trace_of(records: Sequence[Record], tasks: int | None) -> Trace:
     return Trace(lower, torch.stack([skipped if r.upper is None else r.upper.reshape(shape) for r in records]))
 
 
+def _trace_of_blocks(blocks: Sequence[Losses], shape: tuple[int, ...]) -> Trace:
+    """Join the losses of steps that shared calls."""
+    lower = _joined([block.lower.reshape(-1, *shape) for block in blocks])
+    upper = [block.upper.reshape(-1, *shape) for block in blocks if block.upper is not None]
+    if not upper:
+        return Trace(lower, None)
+    evaluated = [there for block in blocks for there in block.evaluated]
+    if all(evaluated):
+        return Trace(lower, _joined(upper))
+    filled = torch.full_like(lower, torch.nan)
+    filled[torch.tensor(evaluated, device=lower.device)] = _joined(upper).to(lower.dtype)
+    return Trace(lower, filled)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
 def all_finite(records: Sequence[Record], params: Sequence[Tensor]) -> bool:
     """Whether all losses and the last iterate are finite: the only look at values, one after all steps."""
     if not params or params[0].is_meta:
         return True
-    losses = [loss.reshape(-1) for record in records for loss in record if loss is not None]
+    rows = [block[:2] for block in records.blocks] if isinstance(records, JoinedRecords) else records
+    losses = [loss.reshape(-1) for row in rows for loss in row if loss is not None]
     flags = [torch.isfinite(p).all().to(params[0].device) for p in params]
     return bool(torch.stack([torch.isfinite(torch.cat(losses)).all().to(params[0].device), *flags]).all())
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import sys
 import traceback
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -375,6 +376,57 @@ def compile_graph(graph: GraphModule, inputs: Sequence[Tensor], options: dict[st
     with tracing(TracingContext(fake)):
         compiled: Callable[..., Any] = torch._inductor.compile(graph, list(examples), options=options)
     return compiled
+
+
+def call_and_enter(compiled: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Any, Callable[..., Any] | None]:
+    """Call what `compile_graph` returned; return the result, and the program inside that takes a list of the inputs.
+
+    AOTAutograd's layers around the program take as long as a small program does. They do nothing where the program is
+    given the very inputs and its results are handed on; otherwise, and where there is no single `CompiledFxGraph`
+    (since 2.1, with a `current_callable` since 2.2), the second result is None.
+    """
+    from torch._inductor.output_code import CompiledFxGraph
+
+    found = _inside(compiled, CompiledFxGraph)
+    kinds = {"cpu", *(t.device.type for t in inputs)}
+    if len(found) != 1 or any(map(torch.is_autocast_enabled, kinds)):  # the layers switch it off
+        return compiled(*inputs), None
+    entry = found[0].current_callable
+    seen: list[Any] = []
+
+    def watched(given: Sequence[Any]) -> Any:
+        seen.append(list(given))
+        seen.append(entry(given))
+        return seen[-1]
+
+    found[0].current_callable = watched
+    try:
+        result = compiled(*inputs)
+    finally:
+        found[0].current_callable = entry
+    same = len(seen) == 2 and _are_the_same(seen[0], inputs) and _are_the_same(seen[1], result)
+    return result, entry if same else None
+
+
+def _are_the_same(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
+
+
+def _inside(function: Any, kind: type, depth: int = 8) -> list[Any]:
+    """Return the objects of a class that a function reaches through the closures of functions, each once."""
+    found: dict[int, Any] = {}
+    waiting: list[tuple[Any, int]] = [(function, depth)]
+    seen: set[int] = set()
+    while waiting:
+        value, left = waiting.pop()
+        if isinstance(value, kind):
+            found[id(value)] = value
+        elif left and callable(value) and id(value) not in seen:
+            seen.add(id(value))
+            filled = [c for c in getattr(value, "__closure__", None) or () if c != types.CellType()]
+            cells = [cell.cell_contents for cell in filled]
+            waiting += [(inner, left - 1) for inner in (*cells, getattr(value, "compiled_fn", None))]
+    return list(found.values())
 
 
 @contextlib.contextmanager
