@@ -17,7 +17,7 @@ from problems import lower, mlp, upper
 from torch import Tensor, nn
 
 import bda_optim as bda
-from bda_optim._compiled import cache, matmul, partition, program
+from bda_optim._compiled import cache, inductor, matmul, partition, program
 from bda_optim._compiled import programs as compiled_programs
 
 EXACT = [*problems.EXACT, bda.Checkpointed(every=2), bda.Truncated(last=100, within=bda.Checkpointed())]
@@ -540,3 +540,15 @@ def test_autocast_is_part_of_the_problem(traced: list[int]) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
             got, want = (bda.hypergradient(*args, steps=4, lr=0.01, compile=c).grad for c in (True, False))
         torch.testing.assert_close(got, want, rtol=2e-2 if enabled else 1e-5, atol=1e-2 if enabled else 1e-6)
+
+
+def test_views_become_reshapes_which_other_layouts_allow() -> None:
+    """Inductor lays out a `cat` with an empty tensor otherwise than torch: keys of attention in `transformers`."""
+    keys = torch.randn(2, 3, 4)
+    graph, _ = program.trace(lambda x: [x.view(6, 4).sin()], [keys])
+    inductor.reshape_views(graph)
+    graph.recompile()
+    turned = keys.transpose(0, 1).contiguous().transpose(0, 1)
+    with pytest.raises(RuntimeError, match="view"):
+        turned.view(6, 4)
+    assert torch.equal(graph(turned)[0], keys.reshape(6, 4).sin())

@@ -46,6 +46,18 @@ class Peeking(nn.Module):
         return out if out.sum().item() > 0 else 2 * out
 
 
+class Scaled(nn.Embedding):
+    """An embedding with a forward pass of its own, as some language models have."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        return 2 * super().forward(words)
+
+
+def words(net: Any, x: Tensor) -> Tensor:
+    """Look up words, padding among them, that depend on the inputs."""
+    return net((2 * x.detach()).round().abs().clamp(max=3).long()).tanh() + x.mean()
+
+
 def transformer() -> nn.Module:
     return nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
 
@@ -64,6 +76,9 @@ TASKS: dict[str, TaskCase] = {
     "tied": TaskCase(Tied),
     "transformer": TaskCase(transformer, shape=(2, 5, 4)),
     "weight norm": TaskCase(linear_with(parametrizations.weight_norm)),
+    "embedding": TaskCase(lambda: nn.Embedding(4, 2), call=words),
+    "padded embedding": TaskCase(lambda: nn.Embedding(4, 2, padding_idx=0), call=words),
+    "padded and scaled embedding": TaskCase(lambda: Scaled(4, 2, padding_idx=1), call=words, loops=True),
     "lstm": TaskCase(lambda: nn.LSTM(4, 3), shape=(3, 5, 4), call=last_state, loops=True),
     "old autograd function": TaskCase(WithFunction, loops=True),
     "a number read": TaskCase(Peeking, loops=True),

@@ -68,6 +68,17 @@ def _copy(graph: GraphModule) -> GraphModule:
     return fx.GraphModule(graph, nodes)
 
 
+def reshape_views(graph: GraphModule) -> None:
+    """Replace views by reshapes: the compiler lays out some results otherwise than torch, and they have no such view.
+
+    A `cat` with an empty tensor is dense in torch, while Inductor returns the other tensor as it is laid out. The cache
+    of keys and values in `transformers` starts in this way.
+    """
+    aten = torch.ops.aten
+    for node in graph.graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default
+
+
 def _compile(graph: GraphModule, inputs: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
     with torch.no_grad(), one_source(), _tagged():
         return torch_private.compile_graph(graph, inputs, options)

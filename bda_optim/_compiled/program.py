@@ -16,7 +16,7 @@ from .._support.tree import detach
 from .compiling import Choices
 from .failure import reads_a_value
 from .functional import functional
-from .inductor import compile_graph
+from .inductor import compile_graph, reshape_views
 from .matmul import narrow, spell_out
 from .partition import partition
 
@@ -168,6 +168,7 @@ def build_pair(
 def _compiled(graph: GraphModule, inputs: Sequence[Tensor], choices: Choices) -> Callable[..., Any]:
     spell_out(graph)
     narrow(graph)
+    reshape_views(graph)
     graph.recompile()
     return compile_graph(graph, inputs, choices)
 

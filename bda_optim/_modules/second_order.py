@@ -12,7 +12,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from .._support import torch_private
 from .._support.autograd_graph import WithoutSecondDerivative
-from . import batch_norm, convolution, row_norms
+from . import batch_norm, convolution, padding, row_norms
 from .closed import chosen
 
 _CLOSED: dict[type[nn.Module], Any] = {
@@ -30,7 +30,12 @@ _CLOSED: dict[type[nn.Module], Any] = {
 }
 """The layers with a closed second derivative: torch's class, and that of the twin."""
 
-_OPEN = {closed: own for own, closed in _CLOSED.items()}
+_OPEN: dict[type[nn.Module], type[nn.Module]] = {
+    padding.Embedding: nn.Embedding,
+    **{closed: own for own, closed in _CLOSED.items()},
+}
+
+_PADDED = -2  # no hook of torch's has this number
 
 
 def torch_class(kind: type[nn.Module]) -> type[nn.Module]:
@@ -45,6 +50,8 @@ def recompose(twin: nn.Module) -> None:
         _close(twin, own)
     if isinstance(twin, nn.Embedding):
         twin.__dict__["sparse"] = False  # the derivative of a sparse gradient is wrong, and only SGD accepts one
+        if twin.padding_idx is not None:
+            _pad(twin)
     elif isinstance(twin, torch_private.WeightNorm):
         twin.__class__ = _WeightNorm  # type: ignore[assignment]
     elif isinstance(twin, torch_private.SpectralNorm):
@@ -61,6 +68,15 @@ def _close(twin: nn.Module, own: type[nn.Module]) -> None:
         twin.__dict__["closed_from"] = 0
     else:
         twin.__dict__.pop("closed_from", None)
+
+
+def _pad(twin: nn.Embedding) -> None:
+    """Keep `vmap` from giving the row for padding a gradient; what cannot be batched runs task by task."""
+    if type(twin) in (nn.Embedding, padding.Embedding):
+        twin.__class__ = padding.Embedding
+    else:
+        hooks = torch_private.pre_hooks(twin)
+        torch_private.replace_pre_hooks(twin, {_PADDED: padding.refuse_mapping, **hooks})
 
 
 def _normalised(g: Tensor, v: Tensor, dim: int) -> Tensor:

@@ -1,0 +1,31 @@
+"""Embeddings with a row for padding, which has no gradient: `vmap` gives that row one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._support.torch_private import inside_transform
+
+
+class Embedding(nn.Embedding):
+    """An embedding whose row for padding has no gradient in any task.
+
+    Where `vmap` maps over weights and words, it joins the tables of all tasks to one, and the derivative leaves out the
+    row for padding of the first alone (torch 2.13).
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up words."""
+        found = super().forward(input)
+        if self.padding_idx is None or not inside_transform():
+            return found
+        return torch.where(input.eq(self.padding_idx).unsqueeze(-1), found.detach(), found)
+
+
+def refuse_mapping(module: nn.Module, inputs: Any) -> None:
+    """Raise, before an embedding with a forward pass of its own, where `vmap` maps over it."""
+    if inside_transform():
+        raise RuntimeError(f"{type(module).__name__} has a row for padding, to which vmap gives a gradient")
