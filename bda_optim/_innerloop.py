@@ -23,13 +23,14 @@ from ._step.gradients import both_gradients
 from ._step.proximal import NO_HYPER
 from ._step.rules.memory import complete_memory, stored_entries
 from ._step.settings import check_group
+from ._step.sweep import Sweep, moved
 from ._step.update import Group, Update, refuse_extrapolation
 from ._support.autograd_graph import refuse_once_differentiable
 from ._support.checks import check_ambient, check_count
 from ._support.slots import Template
 from ._support.torch_private import opaque, sequence_number
 from ._support.tree import detach
-from ._support.types import InnerState, Record
+from ._support.types import InnerState, Record, Settings
 
 Override = Mapping[str, Any]
 GradCallback = Callable[[list[Tensor | None]], Sequence[Tensor | None]]
@@ -182,6 +183,7 @@ class DiffOptimizer:
         self._first_order = first_order
         self._records: list[Record] = []
         self._opened = sequence_number()
+        self._sweep = Sweep(inner.rule)
         self._apply(override)
         refuse_extrapolation(self._update, self._state(), self._update.settings((), 1), "innerloop_ctx")
 
@@ -224,16 +226,7 @@ class DiffOptimizer:
             refuse_reentrant(lower, self._opened)
             refuse_reentrant(upper, self._opened)
         track = self._track and k > self._cut
-        graph = track and not self._first_order
-        with torch.enable_grad():  # the caller may be under no_grad
-            lower_grads, upper_grads = both_gradients(
-                lower, upper if aggregates else None, state.params, k, create_graph=graph,
-                retain_graph=aggregates or graph or len(self._fmodel._parts) > 1,
-            )  # fmt: skip
-        with torch.set_grad_enabled(track):
-            if grad_callback is not None:
-                lower_grads = list(grad_callback(list(lower_grads)))
-            new = self._update(state, lower_grads, upper_grads, settings, NO_HYPER)
+        new = self._next(lower, upper if aggregates else None, state, settings, track, grad_callback)
         if not track:
             new = detach(new)
         elif k == self._cut + 1:
@@ -245,6 +238,32 @@ class DiffOptimizer:
         self._records.append(Record(lower.detach(), None if upper is None else upper.detach()))
         self.k = k
         return params
+
+    def _next(
+        self, lower: Tensor, upper: Tensor | None, state: InnerState, settings: Sequence[Settings], track: bool,
+        grad_callback: GradCallback | None,
+    ) -> InnerState:  # fmt: skip
+        """Return the next state: plain gradient descent in one backward pass, anything else by both gradients."""
+        k = self.k + 1
+        graph = track and not self._first_order
+        kept = graph or len(self._fmodel._parts) > 1
+        moves = None
+        with torch.enable_grad():  # the caller may be under no_grad
+            weights = None if grad_callback else self._sweep.weights(settings, constant=self._first_order)
+            if weights is not None:
+                moves = self._sweep.moves(
+                    lower, upper, state.params, weights, k, self._opened, create_graph=graph, retain_graph=kept
+                )
+            if moves is None:
+                kept = kept or upper is not None
+                both = both_gradients(lower, upper, state.params, k, create_graph=graph, retain_graph=kept)
+        with torch.set_grad_enabled(track):
+            if weights is not None and moves is not None:
+                return state._replace(params=moved(state.params, moves, weights))
+            lower_grads = list(both[0])
+            return self._update(
+                state, grad_callback(lower_grads) if grad_callback else lower_grads, both[1], settings, NO_HYPER
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: steps take gradients without `.grad`, so there is nothing to reset."""

@@ -68,6 +68,17 @@ def test_reentrant_checkpoints() -> None:
     assert not private.has_reentrant_checkpoint(x.exp().exp().grad_fn, 0)
 
 
+def test_recent_nodes() -> None:
+    x = torch.ones(1, requires_grad=True)
+    old = x.exp()
+    number = private.sequence_number()
+    new = old.sin() + x
+    names = [node.name() for node in private.recent_nodes(new.grad_fn, number)]
+    assert sorted(names)[1:] == ["SinBackward0", "torch::autograd::AccumulateGrad"], "a graph is walked beyond a loop"
+    assert old.grad_fn in private.recent_nodes(new.grad_fn, number, {old.grad_fn}), "parameters are not found"
+    assert not list(private.recent_nodes(None, 0))
+
+
 class Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -89,6 +100,27 @@ def test_function_of_a_node() -> None:
     x = torch.ones(1, requires_grad=True)
     assert private.forward_class(Identity.apply(x).grad_fn) is Identity, "a moving spectral norm is not refused"
     assert private.forward_class(x.exp().grad_fn) is None
+
+
+def test_weighted_seeds() -> None:
+    x = torch.randn(3, 2, requires_grad=True)
+    index = torch.tensor([[0, 1]])
+    assert private.takes_weighted_seed(x.exp().grad_fn)
+    assert private.takes_weighted_seed(nn.functional.embedding(index, x).grad_fn)
+    for value in (
+        Identity.apply(x),
+        x.half(),
+        nn.functional.embedding(index, x, sparse=True),
+        torch.gather(x, 0, index, sparse_grad=True),
+    ):
+        assert not private.takes_weighted_seed(value.grad_fn), "BDA takes a wrong step, or none of its checks"
+
+
+def test_hooks_of_a_tensor() -> None:
+    x = torch.ones(1, requires_grad=True)
+    assert not private.has_hooks(x)
+    x.register_hook(lambda grad: None)
+    assert private.has_hooks(x), "a hook sees a weighted gradient"
 
 
 def embedding_bag() -> tuple[Tensor, Tensor]:

@@ -64,20 +64,31 @@ def gradient(
         grads = torch.autograd.grad(
             total, points, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
         )
-        if any(g is not None and g.layout is not torch.strided for g in grads):
-            raise NotImplementedError(
-                f"torch differentiates sparse gradients incorrectly; got one from the {level} loss at step k={k}. Use "
-                "`F.embedding(..., sparse=False)`. An nn.Embedding inside the module is handled already."
-            )
+        check_dense(grads, f"{level} loss", k)
         if create_graph and any(g is not None and not g.requires_grad for g in grads):
             refuse_once_differentiable([loss])  # a gradient without a graph: otherwise the loss is linear
-    if level == "lower" and all(g is None for g in grads):
+    if level == "lower":
+        check_depends(grads, k)
+    return grads
+
+
+def check_dense(grads: Grads, what: str, k: Any) -> None:
+    """Raise where a gradient is sparse."""
+    if any(g is not None and g.layout is not torch.strided for g in grads):
+        raise NotImplementedError(
+            f"torch differentiates sparse gradients incorrectly; got one from the {what} at step k={k}. Use "
+            "`F.embedding(..., sparse=False)`. An nn.Embedding inside the module is handled already."
+        )
+
+
+def check_depends(grads: Grads, k: Any) -> None:
+    """Raise where the lower loss has no gradient at all."""
+    if all(g is None for g in grads):
         raise ValueError(
             f"the lower loss does not depend on any parameter that the optimizer adapts; got a loss at step k={k} "
             "whose graph reaches none of them. Compute it with the `net` (or `params`) that the function receives, "
             "not with the original module, and without `.detach()` or `no_grad()`."
         )
-    return grads
 
 
 def no_gradient(points: Sequence[Tensor]) -> Grads:

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from .._support.slots import Template, fill
 from .._support.tensors import refuse_changed
-from .._support.torch_private import inside_transform, version_of
+from .._support.torch_private import inside_transform, sequence_number, version_of
 from .._support.types import InnerState, Item, Record, Settings
 from .aggregation import needs_upper
 from .gradients import Grads, add, both_gradients, check_scalar, gradient, no_gradient
 from .objective import Buffers, Loss, Objective
+from .sweep import Sweep, Weights, moved
 from .update import Update
 
 Split: TypeAlias = Callable[[Any], Sequence[tuple[float, Any]]]
@@ -80,6 +81,7 @@ class BDAStep:
         self.split = split
         self.constant_gradients = False
         self.transformed = inside_transform()
+        self._sweep = Sweep(update.rule, update.tasks)
 
     def first_order(self) -> BDAStep:
         """Return the same step with the gradients of both losses treated as constants (first-order MAML)."""
@@ -88,8 +90,31 @@ class BDAStep:
         return step
 
     def __call__(self, state: InnerState, hyper: Sequence[Tensor], item: Item) -> tuple[InnerState, Record]:
-        """Take step ``item.k``."""
-        return self.apply(state, hyper, item, self.update.settings(hyper, item.k))
+        """Take step ``item.k``: plain gradient descent in one backward pass, anything else by both gradients."""
+        settings = self.update.settings(hyper, item.k)
+        if not self.transformed and self.split is None:
+            weights = self._sweep.weights(settings, constant=self.constant_gradients)
+            if weights is not None:
+                return self._descend(state, hyper, item, settings, weights)
+        return self.apply(state, hyper, item, settings)
+
+    def _descend(
+        self, state: InnerState, hyper: Sequence[Tensor], item: Item, settings: Sequence[Settings], weights: Weights
+    ) -> tuple[InnerState, Record]:
+        """Take a step of plain gradient descent."""
+        graph = torch.is_grad_enabled() and not self.constant_gradients
+        since = sequence_number()
+        with torch.enable_grad():  # the caller may be in a validation loop under no_grad
+            points = _leaves(state.params, graph)
+            f, big_f, buffers = self.losses(points, state.buffers, hyper, item, settings)
+            moves = self._sweep.moves(f, big_f, points, weights, item.k, since, create_graph=graph)
+            if moves is None:
+                both = both_gradients(f, big_f, points, item.k, create_graph=graph, tasks=self.update.tasks)
+        if moves is None:
+            new = self.update(state._replace(buffers=buffers), *both, settings, self.hyper.fill(hyper))
+        else:
+            new = InnerState(moved(state.params, moves, weights), state.rule, buffers)
+        return new, Record(f.detach(), None if big_f is None else big_f.detach())
 
     def apply(
         self, state: InnerState, hyper: Sequence[Tensor], item: Item, settings: Sequence[Settings]
@@ -113,7 +138,7 @@ class BDAStep:
             found = self._by_transforms(points, state.buffers, hyper, item, settings)
         else:
             with torch.enable_grad():  # the caller may be in a validation loop under no_grad
-                points = [p if graph and p.requires_grad else p.detach().requires_grad_() for p in points]
+                points = _leaves(points, graph)
                 if self.split is None or graph:
                     f, big_f, buffers = self.losses(points, state.buffers, hyper, item, settings)
                     grads = both_gradients(f, big_f, points, item.k, create_graph=graph, tasks=self.update.tasks)
@@ -233,6 +258,11 @@ class BDAStep:
         yield
         if versions:
             refuse_changed(self.param_names, points, versions)
+
+
+def _leaves(points: Sequence[Tensor], graph: bool) -> list[Tensor]:
+    """Return tensors with respect to which gradients are taken: the points themselves, if they are in a graph."""
+    return [p if graph and p.requires_grad else p.detach().requires_grad_() for p in points]
 
 
 def _is_first(k: int | Tensor) -> bool:

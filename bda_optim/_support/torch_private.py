@@ -12,7 +12,7 @@ import sys
 import traceback
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -84,22 +84,34 @@ def sequence_number() -> int:
     return _autograd._get_sequence_nr()
 
 
+def recent_nodes(root: Any, since: int, ends: Collection[Any] = ()) -> Iterator[Any]:
+    """Yield the nodes of a graph behind `root`, itself included, each once.
+
+    Nodes before number `since` are left out, and the graph is not followed beyond those of `ends`, which are yielded
+    whatever their number. `Node._sequence_nr`: since 2.1; no public alternative. The nodes of leaves have the highest
+    number.
+    """
+    stack = [] if root is None else [root]
+    seen = {*stack}
+    while stack:
+        node = stack.pop()
+        yield node
+        if node in ends:
+            continue
+        for following, _ in node.next_functions:
+            if following is None or following in seen:
+                continue
+            if following in ends or following._sequence_nr() >= since:
+                seen.add(following)
+                stack.append(following)
+
+
 def has_reentrant_checkpoint(root: Any, since: int) -> bool:
     """Whether a ``torch.utils.checkpoint(..., use_reentrant=True)`` is among the nodes behind `root`, itself included.
 
     Only nodes from number `since` on are visited. The name of the checkpoint's node: since before 2.0.
-    `Node._sequence_nr`: since 2.1; no public alternative.
     """
-    stack = [root]
-    seen = {root}
-    while stack:
-        node = stack.pop()
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        new = {n for n, _ in node.next_functions if n is not None and n._sequence_nr() >= since} - seen
-        seen |= new
-        stack.extend(new)
-    return False
+    return any(node.name() == "CheckpointFunctionBackward" for node in recent_nodes(root, since))
 
 
 _SECOND_ORDER_NODES = {
@@ -132,6 +144,27 @@ def undifferentiable(node: Any) -> str | None:
         near = [following.name() for following, _ in node.next_functions if following is not None]
         return "ctc_loss" if "CtcLossBackward0" in near else "an operation near " + ", ".join(near)
     return _SECOND_ORDER_NODES.get(name)
+
+
+def takes_weighted_seed(node: Any) -> bool:
+    """Whether the backward pass through a node scales with its seed, and its gradient needs no look of its own.
+
+    A function of the user's may do anything in its backward pass; those of this package are linear. A cast may lead to
+    half precision. Sparse gradients and ones that cannot be differentiated again are refused elsewhere. The name of a
+    cast's node: since before 2.0. `Node._saved_sparse` and `Node._saved_sparse_grad`: since 2.0; no public alternative.
+    """
+    function = forward_class(node)
+    if function is not None:
+        owner: str = function.__module__.partition(".")[0]
+        return owner == __name__.partition(".")[0]
+    if node.name() == "ToCopyBackward0" or undifferentiable(node) is not None:
+        return False
+    return not (getattr(node, "_saved_sparse", False) or getattr(node, "_saved_sparse_grad", False))
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether `tensor.register_hook` was called. `Tensor._backward_hooks`: since before 2.0; no public alternative."""
+    return bool(tensor._backward_hooks)
 
 
 # Transformations of what a program computes.
