@@ -226,7 +226,7 @@ class DiffOptimizer:
             refuse_reentrant(lower, self._opened)
             refuse_reentrant(upper, self._opened)
         track = self._track and k > self._cut
-        new = self._next(lower, upper if aggregates else None, state, settings, track, grad_callback)
+        new = self._next(k, (lower, upper if aggregates else None), state, settings, track, grad_callback)
         if not track:
             new = detach(new)
         elif k == self._cut + 1:
@@ -240,11 +240,10 @@ class DiffOptimizer:
         return params
 
     def _next(
-        self, lower: Tensor, upper: Tensor | None, state: InnerState, settings: Sequence[Settings], track: bool,
-        grad_callback: GradCallback | None,
+        self, k: int, losses: tuple[Tensor, Tensor | None], state: InnerState, settings: Sequence[Settings],
+        track: bool, grad_callback: GradCallback | None,
     ) -> InnerState:  # fmt: skip
         """Return the next state: plain gradient descent in one backward pass, anything else by both gradients."""
-        k = self.k + 1
         graph = track and not self._first_order
         kept = graph or len(self._fmodel._parts) > 1
         moves = None
@@ -252,11 +251,11 @@ class DiffOptimizer:
             weights = None if grad_callback else self._sweep.weights(settings, constant=self._first_order)
             if weights is not None:
                 moves = self._sweep.moves(
-                    lower, upper, state.params, weights, k, self._opened, create_graph=graph, retain_graph=kept
+                    *losses, state.params, weights, k, self._opened, create_graph=graph, retain_graph=kept
                 )
             if moves is None:
-                kept = kept or upper is not None
-                both = both_gradients(lower, upper, state.params, k, create_graph=graph, retain_graph=kept)
+                kept = kept or losses[1] is not None
+                both = both_gradients(*losses, state.params, k, create_graph=graph, retain_graph=kept)
         with torch.set_grad_enabled(track):
             if weights is not None and moves is not None:
                 return state._replace(params=moved(state.params, moves, weights))

@@ -98,11 +98,15 @@ class BDAStep:
                 return self._descend(state, hyper, item, settings, weights)
         return self.apply(state, hyper, item, settings)
 
+    def _differentiates(self) -> bool:
+        """Whether the gradients of the losses are differentiated again."""
+        return torch.is_grad_enabled() and not self.constant_gradients
+
     def _descend(
         self, state: InnerState, hyper: Sequence[Tensor], item: Item, settings: Sequence[Settings], weights: Weights
     ) -> tuple[InnerState, Record]:
         """Take a step of plain gradient descent."""
-        graph = torch.is_grad_enabled() and not self.constant_gradients
+        graph = self._differentiates()
         since = sequence_number()
         with torch.enable_grad():  # the caller may be in a validation loop under no_grad
             points = _leaves(state.params, graph)
@@ -132,7 +136,7 @@ class BDAStep:
         mark: Callable[[], Any] = _no_mark,
     ) -> tuple[InnerState, Evaluation]:
         """Take a step with given settings; return also what was evaluated."""
-        graph = torch.is_grad_enabled() and not self.constant_gradients
+        graph = self._differentiates()
         points = self.update.points(state, settings)
         if self.transformed:
             found = self._by_transforms(points, state.buffers, hyper, item, settings)

@@ -33,7 +33,7 @@ _EXACT = {torch.float32: (torch.float32, torch.complex64), torch.float64: (torch
 
 
 class Weights(NamedTuple):
-    """The factors of both gradients in ``y + lower grad f + upper grad F``; `upper` is None where alpha is 0."""
+    """What a step is made of: ``y + lower grad f + upper grad F``, or ``y - lower grad f`` where `upper` is None."""
 
     lower: Scalar
     upper: Scalar | None
@@ -52,8 +52,9 @@ def weights_of(rule: Rule, settings: Sequence[Settings]) -> Weights | None:
     if not all(map(_is_one, (lr, alpha, upper_lr))):
         return None
     lr, alpha, upper_lr = (x.reshape(()) if isinstance(x, Tensor) else x for x in (lr, alpha, upper_lr))
-    lower = lr if first["maximize"] else -lr
-    return Weights(lower, None) if is_zero(alpha) else Weights((1 - alpha) * lower, -alpha * upper_lr)
+    if is_zero(alpha):
+        return Weights(-lr if first["maximize"] else lr, None)
+    return Weights((1 - alpha if first["maximize"] else alpha - 1) * lr, -alpha * upper_lr)
 
 
 def _differ(one: Any, other: Any) -> bool:
@@ -145,8 +146,8 @@ def moved(params: Sequence[Tensor], moves: Grads, weights: Weights) -> tuple[Ten
         return tuple(y if move is None else y + move for y, move in zip(params, moves, strict=True))
     rate = weights.lower
     if isinstance(rate, Tensor):
-        return tuple(y if g is None else y + rate.to(y.dtype) * g for y, g in zip(params, moves, strict=True))
-    return tuple(y if g is None else torch.add(y, g, alpha=rate) for y, g in zip(params, moves, strict=True))
+        return tuple(y if g is None else y - rate.to(y.dtype) * g for y, g in zip(params, moves, strict=True))
+    return tuple(y if g is None else torch.add(y, g, alpha=-rate) for y, g in zip(params, moves, strict=True))
 
 
 def _seed(weight: Scalar | None, loss: Tensor) -> Tensor:

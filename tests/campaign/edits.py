@@ -38,6 +38,21 @@ EDITS: dict[str, Edit] = {
     "first order differentiates twice": Edit(
         "_step/step.py", "torch.is_grad_enabled() and not self.constant_gradients", "torch.is_grad_enabled()"
     ),
+    "one pass: both weights are alpha": Edit("_step/sweep.py", "else alpha - 1) * lr", "else -alpha) * lr"),
+    "one pass: upper direction with the wrong sign": Edit("_step/sweep.py", "-alpha * upper_lr)", "alpha * upper_lr)"),
+    "one pass: upper_lr ignored": Edit("_step/sweep.py", 'lr if first["upper_lr"] is None else first["upper_lr"]', "lr"),
+    "one pass: moves detached": Edit("_step/sweep.py", "points, seeds, create_graph=create_graph", "points, seeds, create_graph=False"),
+    "one pass: ascent": Edit("_step/sweep.py", "alpha=-rate)", "alpha=rate)"),
+    "one pass: whatever the rates of other groups": Edit(
+        "_step/sweep.py", "for chosen in settings[1:] for name in _RATES", "for chosen in settings[1:] for name in ()", "tests/test_sweep.py -k same_rates"
+    ),
+    "one pass: whatever the graph": Edit("_step/sweep.py", "return False\n    return reached", "pass\n    return True", "tests/test_sweep.py"),
+    "one pass: rates read once": Edit(
+        "_step/sweep.py", "if weights is None or not any(isinstance(weight, Tensor) for weight in weights):", "if True:", "tests/test_sweep.py -k change_in_place"
+    ),
+    "one pass: buffers dropped": Edit(
+        "_step/step.py", "moves, weights), state.rule, buffers)", "moves, weights), state.rule, state.buffers)", "tests/test_buffers.py -k keeps_the_lower"
+    ),
     "iterate detached": Edit('_step/update.py', 'old = [state.params[i] for i in group.members]', 'old = [state.params[i].detach() for i in group.members]'),
     "buffers of a step dropped": Edit(
         "_step/step.py",
