@@ -18,6 +18,7 @@ from torch.utils import checkpoint
 import bda_optim as bda
 from bda_optim._context.forward import surroundings
 from bda_optim._support import torch_private as private
+from bda_optim._support.autograd_graph import nodes
 
 OLD_AND_NEW = pytest.mark.parametrize("old", [False, True], ids=["as installed", "as before 2.8"])
 
@@ -470,6 +471,32 @@ def test_dynamo_stays_outside() -> None:
 
     assert torch.compile(lambda x: function(x) * 2, backend="eager")(torch.ones(1)) == 4
     assert compiled == [False], "torch.compile traces through the inner loop"
+
+
+def test_dtypes_of_nodes() -> None:
+    weight = torch.ones(3, 3, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        product = (weight @ weight).float()
+    found = {dtype for node in nodes([product]) for dtype in private.node_dtypes(node)}
+    assert found == {torch.float32, torch.bfloat16}, "`Differences` would choose a step for another precision"
+
+
+def test_kinks() -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    kinked = {
+        "Relu": x.relu(),
+        "MaxPool2DWithIndices": nn.functional.max_pool2d(x[None], 2),
+        "Elu": nn.functional.selu(x),
+        "LinalgVectorNorm": torch.linalg.vector_norm(x, 1),
+        "Dist": torch.dist(x, x + 1, 1),
+        "Pdist": nn.functional.pdist(x, 1.0),
+        "Norm": nn.functional.pairwise_distance(x, x + 1, p=1),
+    }
+    smooth = [nn.functional.elu(x), x.norm(), torch.dist(x, x + 1), nn.functional.pdist(x), x.tanh(), x.norm(p=3)]
+    message = "`Differences` would let a kink pass, or refuse a smooth operation"
+    for name, value in kinked.items():
+        assert name in {private.kink(node) for node in nodes([value])}, message
+    assert not any(private.kink(node) for node in nodes(smooth)), message
 
 
 def test_every_name_has_a_canary() -> None:

@@ -93,6 +93,11 @@ class ModuleObjective(Keyed):
         self._skeleton, self._names, self._others, self._hyper = skeleton, tuple(names), others, hyper
         self._seen: list[Loss] = []
 
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        return self._skeleton.module
+
     def key(self) -> Any:
         """Return what a trace depends on."""
         return self._skeleton, self._names, self._others, self._hyper
