@@ -400,6 +400,30 @@ def test_a_trace_computes_nothing() -> None:
     assert ran and ran[0] is not Tensor, "functionalising a large step computes it once more"
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_the_cache_is_tagged() -> None:
+    from torch._inductor.codecache import compiled_fx_graph_hash
+
+    graph = private.trace_graph(lambda x: [x.exp()], [torch.ones(2)])
+    keys = []
+    for tag in ("one", "two", "one"):
+        with private.tagged_cache(tag):
+            keys.append(compiled_fx_graph_hash(graph, [torch.ones(2)], {}, [])[0])
+    assert keys[0] == keys[2], "a program is compiled anew in every process"
+    assert keys[0] != keys[1], "a program of other lowerings is taken from the cache"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_the_tag_before_2_6(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as settings
+
+    monkeypatch.setattr(torch.compiler, "config", None, raising=False)
+    before = settings.save_config_portable()
+    with private.tagged_cache("one"):
+        assert settings.save_config_portable() != before, "a program of other lowerings is taken from the cache"
+    assert settings.save_config_portable() == before
+
+
 def test_compilation_is_announced() -> None:
     with private.announced_compilation():
         assert torch.compiler.is_compiling(), "models of `transformers` run uncompiled: their masks are read"

@@ -497,6 +497,27 @@ def _inside(function: Any, kind: type, depth: int = 8) -> list[Any]:
 
 
 @contextlib.contextmanager
+def tagged_cache(tag: str) -> Iterator[None]:
+    """Add a tag to the key of Inductor's cache on disk.
+
+    The public `torch.compiler.config.cache_key_tag` does this, since 2.6. Before, every setting is part of the key, and
+    `profile_bandwidth_regex` carries the tag: nothing reads it unless the bandwidth is profiled.
+    """
+    import torch._inductor.config
+
+    config: Any = getattr(torch.compiler, "config", None)
+    name = "cache_key_tag"
+    if not hasattr(config, name):
+        config, name = torch._inductor.config, "profile_bandwidth_regex"
+    before = getattr(config, name)
+    setattr(config, name, f"{before} {tag}")
+    try:
+        yield
+    finally:
+        setattr(config, name, before)
+
+
+@contextlib.contextmanager
 def announced_compilation() -> Iterator[None]:
     """Let ``torch.compiler.is_compiling()`` be true, as it is while `torch.compile` and `torch.export` trace.
 
