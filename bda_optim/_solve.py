@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ._adjoints.base import Adjoint, check_adjoint, differentiates_twice
+from ._adjoints.base import Adjoint, check_adjoint
 from ._adjoints.partwise import PartwiseStep
 from ._adjoints.unroll import Unroll
 from ._compiled.records import JoinedRecords
@@ -23,7 +23,7 @@ from ._rollout.items import Items, in_chunks
 from ._rollout.losses import Trace, trace_of
 from ._rollout.state import expand, join
 from ._step.aggregation import at_step, needs_upper
-from ._step.objective import Loss, Objective, check_loss, explained
+from ._step.objective import Loss, ModuleObjective, Objective, check_loss, explained
 from ._step.step import BDAStep
 from ._step.tasks import TaskMapper, TasksObjective
 from ._step.update import Group, Update
@@ -93,11 +93,6 @@ class Loop:
         """The mode of a compiled adjoint: "reverse", "mixed", or "auto" where it is measured."""
         return "auto" if self.compile is True else str(self.compile)
 
-    @property
-    def twice(self) -> bool:
-        """Whether forward passes are differentiated twice, or run under `vmap`, which batches no fused attention."""
-        return self.tasks is not None or differentiates_twice(self.adjoint)
-
     def chunks(self) -> list[Loop]:
         """Return one loop per chunk of tasks, or this one."""
         parts = in_chunks(self.batches, self.tasks, self.chunk_size)
@@ -117,10 +112,12 @@ def solve(lower: Loss, upper: Loss | None, start: Start, loop: Loop) -> Solution
     check(lower, upper, start, loop)
     if inside_transform():
         loop = _transformable(loop)
-    mapper = TaskMapper(loop.tasks) if loop.tasks else None
+    # A compiled program batches the tasks, whatever an uncompiled rollout chose: it would have B copies of a step.
+    module = start.objective.module if isinstance(start.objective, ModuleObjective) and not loop.compile else None
+    mapper = TaskMapper(loop.tasks, module=module) if loop.tasks else None
     parts = []
     for part in loop.chunks():
-        over = mapper if mapper is None or mapper.tasks == part.tasks else TaskMapper(part.tasks or 1)
+        over = mapper if mapper is None or mapper.tasks == part.tasks else TaskMapper(part.tasks or 1, module=module)
         parts.append(_run(lower, upper, start, part, over))
     return Solution(*join(parts), mapper)
 
@@ -206,7 +203,7 @@ def _run(
             return _run_compiled(adjoint, step, state, values, items, loop.mode)
         return adjoint(step if step.split is None else PartwiseStep(step), state, values, items)
 
-    with surroundings(twice=loop.twice), explained(lower, upper):
+    with surroundings(), explained(lower, upper):
         last, records = watched(run, loop.on_divergence, step, state, values, items, start.names)
     if versions:
         refuse_changed(names, values, versions)

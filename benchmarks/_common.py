@@ -54,6 +54,9 @@ SAMPLE = 0.05
 TOLERANCE = 1e-3
 """How far a hypergradient in float32 may be from the reference, relative to its norm."""
 
+PACKAGES = ("torch", "higher", "torchopt", "jax", "boat-torch", "learn2learn")
+"""Whose versions are recorded."""
+
 Run = Callable[[], Any]
 
 torch.set_num_threads(1)
@@ -259,7 +262,7 @@ def installed(name: str) -> bool:
 
 def machine() -> dict[str, str]:
     """Describe where and with what this ran."""
-    versions = {n: metadata.version(n) for n in ("torch", "higher", "torchopt", "jax") if installed(n)}
+    versions = {n: metadata.version(n) for n in PACKAGES if installed(n)}
     return {
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, CPU, one thread, float32",
@@ -271,7 +274,7 @@ def machine() -> dict[str, str]:
 def headline() -> str:
     """Return one line for the top of an output."""
     about = machine()
-    peers = ", ".join(f"{name} {about[name]}" for name in ("torch", "higher", "torchopt", "jax") if name in about)
+    peers = ", ".join(f"{name} {about[name]}" for name in PACKAGES if name in about)
     return f"{about['date']}; {about['machine']}; {peers}"
 
 

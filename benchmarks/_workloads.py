@@ -123,8 +123,16 @@ def head(dtype: torch.dtype = torch.float32, *, smoke: bool = False) -> Workload
     return _reweighting(nn.Linear(64, 5), *data, torch.randn(25), dtype, steps=100_000, lr=0.1, jax=jax_linear)
 
 
-def conv(dtype: torch.dtype = torch.float32, *, smoke: bool = False) -> Workload:
-    """Learn the initial weights of a three-block conv net on 25 images of 28x28 (5-way 5-shot), K = 5."""
+def maml(dtype: torch.dtype = torch.float32, *, smoke: bool = False) -> Workload:
+    """Learn the initial weights of an MLP 8-24-24-3 on 15 examples, K = 5: so small that only the calls count."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3))
+    data = _labelled((15, 8), 3), _labelled((15, 8), 3)
+    return _reweighting(model, *data, None, dtype, steps=2 if smoke else 5, lr=0.1, jax=None)
+
+
+def conv(dtype: torch.dtype = torch.float32, *, smoke: bool = False, images: int = 25) -> Workload:
+    """Learn the initial weights of a three-block conv net on 25 (or 75) images of 28x28 in 5 classes, K = 5."""
     filters = 4 if smoke else 32
     torch.manual_seed(0)
     blocks: list[nn.Module] = []
@@ -132,7 +140,7 @@ def conv(dtype: torch.dtype = torch.float32, *, smoke: bool = False) -> Workload
         norm = nn.BatchNorm2d(filters, track_running_stats=False)
         blocks += [nn.Conv2d(channels, filters, 3, padding=1), norm, nn.ReLU(), nn.MaxPool2d(2)]
     model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(9 * filters, 5))
-    data = _labelled((25, 1, 28, 28), 5), _labelled((25, 1, 28, 28), 5)
+    data = _labelled((images, 1, 28, 28), 5), _labelled((images, 1, 28, 28), 5)
     return _reweighting(model, *data, None, dtype, steps=2 if smoke else 5, lr=0.1, jax=_jax_conv)
 
 

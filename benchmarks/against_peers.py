@@ -125,36 +125,76 @@ from tqdm import tqdm
 
 import bda_optim as bda
 
-from . import _common, _workloads
+from . import _common, _peers, _workloads
 from ._common import Entry, ratio
-from ._workloads import Workload
+from ._workloads import RunSteps, Workload
 
 BDA = bda.harmonic(0.5)
+CONSTANT = bda.constant(0.3)  # BOAT knows constant and geometric schedules only
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     "mlp": _workloads.mlp,
     "softmax": _workloads.softmax,
     "conv": _workloads.conv,
+    "conv_75": functools.partial(_workloads.conv, images=75),
     "transformer": _workloads.transformer,
     "counterexample": _workloads.counterexample,
     "counterexample_bda": functools.partial(_workloads.counterexample, alpha=BDA),
+    "mlp_bda": functools.partial(_workloads.mlp, alpha=CONSTANT),
+    "maml": _workloads.maml,
 }
 
 TITLES = {
     "mlp": "MLP 64-256-256-10, batch 64, K=50",
     "softmax": "softmax regression 7000x784, 10 classes, K=20",
     "conv": "conv net, 3 blocks of 32 filters, 25 images 28x28, K=5",
+    "conv_75": "the same conv net, 75 images, K=5",
     "transformer": "transformer, 2 layers of width 64, 16 sequences of 32 tokens, K=10",
     "counterexample": "the paper's counter-example, alpha=0, K=64",
     "counterexample_bda": "the paper's counter-example, BDA, K=64",
+    "mlp_bda": "MLP 64-256-256-10, BDA, alpha=0.3, K=50",
+    "maml": "MAML, MLP 8-24-24-3, 15 examples, K=5",
     "aggregation": "BDA (both gradients) against alpha=0, MLP, K=50",
 }
 
+EAGER, COMPILED = "ours, Unroll", "ours, Unroll, compiled"
+WRAPPED, PLAIN, LOOP = "ours, Unroll, cpp_wrapper", "ours, Unroll, without closed forms", "ours, innerloop_ctx"
+PEER, JAX = "the faster of higher and torchopt", "JAX jit+scan"
 
-def contestants(args: Any) -> dict[str, Callable[[Workload], Any]]:
+# What must be reached: ours / another's <= the limit.
+LIMITS: dict[str, list[tuple[str, str, float]]] = {
+    "mlp": [
+        (COMPILED, PEER, 0.65),
+        (COMPILED, JAX, 1.1),
+        (WRAPPED, PEER, 0.6),
+        (WRAPPED, JAX, 1.0),
+        (EAGER, "higher", 0.92),
+    ],
+    "softmax": [(COMPILED, PEER, 0.7), (COMPILED, JAX, 1.0), (EAGER, "higher", 1.0)],
+    "conv": [(EAGER, PEER, 0.72), (COMPILED, PEER, 0.62), (PLAIN, "higher", 1.0)],
+    "conv_75": [(EAGER, PEER, 0.72), (COMPILED, PEER, 0.62), (PLAIN, "higher", 1.0)],
+    "transformer": [(COMPILED, PEER, 0.8), (COMPILED, JAX, 1.0), (EAGER, "higher", 1.0)],
+    "counterexample": [(COMPILED, JAX, 6.0), (EAGER, "higher", 0.92)],
+    "counterexample_bda": [(COMPILED, PEER, 0.8), (EAGER, "higher", 0.92)],
+    "mlp_bda": [(EAGER, "higher", 0.92), (COMPILED, "BOAT", 0.6)],
+    "maml": [(LOOP, "learn2learn", 1.0)],
+}
+
+
+def contestants(args: Any, name: str = "") -> dict[str, Callable[[Workload], RunSteps]]:
+    """Return the contestants of a workload, peers first."""
+    if name == "maml":
+        peers = {who: build for who, build in _workloads.PEERS.items() if who != JAX}
+        return {**peers, **_peers.LEARN2LEARN, LOOP: _peers.native_loop, EAGER: _workloads.OURS[EAGER]}
     chosen = _workloads.contestants(compile=args.compile)
+    if name == "mlp_bda":
+        chosen = {**_peers.BOAT, **chosen}
+    if name in ("conv", "conv_75"):
+        chosen[PLAIN] = _peers.without_closed_forms(chosen[EAGER])
+    if name == "mlp" and args.compile:
+        chosen[WRAPPED] = _peers.with_cpp_wrapper(chosen[COMPILED])
     if args.smoke:  # JAX compiles too
-        chosen.pop("JAX jit+scan", None)
+        chosen.pop(JAX, None)
     return chosen
 
 
@@ -163,7 +203,7 @@ def compare(name: str, args: Any, bar: tqdm[Any]) -> dict[str, Any]:
     make = functools.partial(WORKLOADS[name], smoke=args.smoke)
     steps = make().steps
     exact = _common.numbers(_workloads.by_hand(make(torch.float64))(steps))
-    runs = {who: functools.partial(build(make()), steps) for who, build in contestants(args).items()}
+    runs = {who: functools.partial(build(make()), steps) for who, build in contestants(args, name).items()}
     entries = _common.first_calls(runs, exact, bar)
     _common.race(runs, entries, args.rounds, bar)
     for who, entry in entries.items():
@@ -189,19 +229,13 @@ def compare(name: str, args: Any, bar: tqdm[Any]) -> dict[str, Any]:
 
 def judge(name: str, entries: dict[str, Entry]) -> list[dict[str, Any]]:
     """Compare the ratios with what must be reached."""
-    found = []
-    mine = [e for who, e in entries.items() if who.startswith("ours")]
-    best = min(mine, key=lambda e: e.time)
     rivals = [entries[who] for who in ("higher", "torchopt") if who in entries]
-    if rivals:
-        rival = min(rivals, key=lambda e: e.time)
-        found.append(_common.verdict(f"{name}: {best.name} / {rival.name}", ratio(best, rival), 0.8))
-    if "JAX jit+scan" in entries:
-        found.append(_common.verdict(f"{name}: {best.name} / JAX", ratio(best, entries["JAX jit+scan"]), 1.0))
-    if "higher" in entries:
-        value = ratio(entries["ours, Unroll"], entries["higher"])
-        found.append(_common.verdict(f"{name}: eager Unroll / higher", value, 1.05))
-    return found
+    others = {**entries, **({PEER: min(rivals, key=lambda e: e.time)} if rivals else {})}
+    return [
+        _common.verdict(f"{name}: {ours} / {other}", ratio(entries[ours], others[other]), limit)
+        for ours, other, limit in LIMITS[name]
+        if ours in entries and other in others
+    ]
 
 
 def aggregation(args: Any, bar: tqdm[Any]) -> dict[str, Any]:
@@ -232,7 +266,8 @@ def child(args: Any) -> None:
     """Measure the memory of one contestant, in this process alone."""
     name, who = args.child
     work = WORKLOADS[name](smoke=args.smoke)
-    run = _workloads.contestants(compile=True)[who](work)
+    args.compile, args.smoke = True, False  # all contestants
+    run = contestants(args, name)[who](work)
     # The same K: an engine that takes several steps per call divides K by what it saw first.
     print(json.dumps(_common.peak_growth(lambda: run(work.steps), lambda: run(work.steps))))
 
@@ -259,9 +294,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.child:
         child(args)
         return 0
-    count = len(contestants(args))
     ours = sum(who.startswith("ours") for who in contestants(args))
-    sizes = {name: count * (args.rounds + 2) for name in WORKLOADS} | {"aggregation": 2 * ours * (args.rounds + 1)}
+    sizes = {name: len(contestants(args, name)) * (args.rounds + 2) for name in WORKLOADS}
+    sizes["aggregation"] = 2 * ours * (args.rounds + 1)
     results = []
     with _common.cold_cache(), tqdm(total=sum(sizes[name] for name in args.only), disable=None) as bar:
         for name in args.only:

@@ -34,7 +34,8 @@ def smoke(script: str, out: Path, *options: str) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_against_peers(tmp_path: Path) -> None:
-    chosen = ["mlp", "softmax", "conv", "transformer", "counterexample", "counterexample_bda", "aggregation"]
+    chosen = ["mlp", "softmax", "conv", "transformer", "counterexample", "counterexample_bda", "mlp_bda", "maml"]
+    chosen.append("aggregation")
     found = smoke("against_peers", tmp_path, "--no-memory", "--only", *chosen)
     assert [workload["name"] for workload in found["workloads"]] == chosen
     for workload in found["workloads"]:
@@ -54,7 +55,7 @@ def test_memory_vs_k(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_tasks(tmp_path: Path) -> None:
     found = smoke("tasks", tmp_path, "--no-memory")
-    assert [workload["name"] for workload in found["workloads"]] == ["heads", "mlps", "mlps_5_shot"]
+    assert [workload["name"] for workload in found["workloads"]] == ["heads", "mlps", "mlps_5_shot", "convs"]
     assert all(workload["agree"] for workload in found["workloads"])
 
 

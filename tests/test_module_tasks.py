@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 from zoo import TRAIN, Backboned, K, Methods, Noted, Tied, WithFunction, conv, last_state, linear_with, untouched
 
 import bda_optim as bda
+from bda_optim._step import tasks
 
 pytestmark = pytest.mark.usefixtures("doubles")
 
@@ -196,6 +197,48 @@ def test_dropout_before_what_vmap_cannot_batch_is_replayed_with_the_same_masks()
         fmodel.eval()
         results.append(torch.autograd.grad(fmodel.losses(task_loss, None, x).sum(), hyper)[0])
     torch.testing.assert_close(results[0], results[1], **TIGHT)
+
+
+def large_conv() -> nn.Module:
+    """A network whose activations are many enough for closed second derivatives, with dropout."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(16, track_running_stats=False)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, bias=False), norm, nn.Dropout(0.3), nn.Flatten(), nn.Linear(16 * 26 * 26, 2)
+    )
+
+
+def images(net: nn.Module, hyper: None, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(net(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("dropout", [True, False])
+def test_tasks_run_one_by_one_where_vmap_keeps_layers_from_closed_derivatives(
+    dropout: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = large_conv().train(dropout)
+    module[1].train()
+    inner = bda.BDAInnerOptimizer(module.parameters(), lr=0.01)
+    batch = torch.randn(B, 12, 1, 28, 28), torch.randn(B, 12, 2)
+    calls: list[int] = []
+    one_by_one = tasks.one_by_one
+    monkeypatch.setattr(tasks, "one_by_one", lambda *args: calls.append(1) or one_by_one(*args))
+
+    def gradient(adjoint: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        options = {"adjoint": adjoint, "copy_initial_weights": False}
+        fmodel = inner.unroll(module, images, steps=2, batches=[batch] * 2, tasks=B, **options)
+        return list(torch.autograd.grad(fmodel.losses(images, None, batch).sum(), list(module.parameters())))
+
+    found = gradient(bda.Unroll())
+    assert calls
+    torch.testing.assert_close(gradient(bda.Checkpointed(every=1)), found, **TIGHT)  # remembered, with the same masks
+    calls.clear()
+    with bda.closed_derivatives(False):
+        batched = gradient(bda.Unroll())
+    assert not calls  # nothing is forgone
+    if not dropout:
+        torch.testing.assert_close(batched, found, **TIGHT)
 
 
 def test_fmodel_of_many_tasks_maps_calls_and_methods() -> None:

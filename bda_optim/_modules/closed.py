@@ -7,7 +7,8 @@ calls of `torch.nn.functional` keep torch's own derivative.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
@@ -70,6 +71,20 @@ def is_small(x: Tensor, least: int) -> bool:
     return x.numel() < least and not torch_private.is_traced()
 
 
+_forgone: ContextVar[list[bool]] = ContextVar("forgone_closed_forms")
+"""Where a layer notes that a map over tasks keeps it from its closed form."""
+
+
+@contextmanager
+def noting_forgone_forms() -> Iterator[list[bool]]:
+    """Give a list that is not empty afterwards if layers did without their closed forms for the sake of a transform."""
+    token = _forgone.set([])
+    try:
+        yield _forgone.get()
+    finally:
+        _forgone.reset(token)
+
+
 def is_usable(*tensors: Tensor | None) -> bool:
     """Whether a closed form can take the input, weights and buffers of a layer; if not, torch's own layer is called.
 
@@ -77,13 +92,14 @@ def is_usable(*tensors: Tensor | None) -> bool:
     Maps over tasks, forward-mode derivatives, autocast, compilers and tensors of other classes see torch's own
     operations, which have rules for them.
     """
-    return (
+    suitable = (
         torch.is_grad_enabled()
-        and any(t is not None and t.requires_grad for t in tensors)
         and _are_plain([t for t in tensors if t is not None])
-        and is_plain(*tensors)
         and not torch.compiler.is_compiling()
     )
+    if suitable and torch_private.are_transformed(*tensors) and not torch_private.is_traced():
+        _forgone.get([]).append(True)  # whether the outer tensors require grad is not seen inside of a map
+    return suitable and any(t is not None and t.requires_grad for t in tensors) and is_plain(*tensors)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
