@@ -238,7 +238,7 @@ def test_tasks_run_one_by_one_where_vmap_keeps_layers_from_closed_derivatives(
         batched = gradient(bda.Unroll())
     assert not calls  # nothing is forgone
     if not dropout:
-        torch.testing.assert_close(batched, found, **TIGHT)
+        assert all((a - b).norm() <= 1e-10 * b.norm() for a, b in zip(batched, found, strict=True))
 
 
 def test_fmodel_of_many_tasks_maps_calls_and_methods() -> None:
