@@ -6,6 +6,7 @@ from . import prox
 from ._adjoints.base import Adjoint
 from ._adjoints.carry import Carry
 from ._adjoints.checkpointed import Checkpointed
+from ._adjoints.differences import Differences
 from ._adjoints.forward_mode import ForwardMode
 from ._adjoints.guarded import Guarded
 from ._adjoints.implicit import Implicit
@@ -38,6 +39,7 @@ __all__ = [
     "Checkpointed",
     "Diagnosis",
     "DiffOptimizer",
+    "Differences",
     "Finding",
     "FirstOrder",
     "ForwardMode",

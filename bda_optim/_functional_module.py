@@ -69,8 +69,19 @@ class FunctionalModule(nn.Module):
         mapper: TaskMapper | None = None,
         *,
         parts: Sequence[Part] = (),
+        twice: bool = True,
     ) -> None:
-        """Lay `state` into `skeleton`; `names` are those of its parameters, and `update` what changes them."""
+        """Lay `state` into `skeleton`.
+
+        Args:
+            skeleton: The twin of the user's module.
+            names: The names of its parameters.
+            state: What is laid into it.
+            update: What changes the parameters.
+            mapper: What maps functions over tasks.
+            parts: Which parts of the state belong to which optimizer.
+            twice: Whether a call is differentiated twice; otherwise fused attention and checkpoints are allowed.
+        """
         super().__init__()
         content = self.__dict__
         for key in MODULE_DICTS:
@@ -81,11 +92,12 @@ class FunctionalModule(nn.Module):
             _tasks=update.tasks,
             _update=update,
             _mapper=mapper,
+            _twice=twice,
             _parts=tuple(parts) or (Part.after((), len(names), len(state.rule)),),
             training=skeleton.root.training,
         )
         # Past nn.Module's `__setattr__`: the user's module may have a parameter of this name.
-        content.update(trace=None, _state=state, _recomputed=inside_checkpoint())
+        content.update(trace=None, _state=state, _recomputed=not twice or inside_checkpoint())
         self._lay(state)
 
     @property
@@ -109,7 +121,7 @@ class FunctionalModule(nn.Module):
         """Call the module, or a method of it, for one task or for many."""
         if not self._recomputed:
             refuse_checkpoint()
-        with surroundings(), self._skeleton.surroundings():
+        with surroundings(twice=self._twice), self._skeleton.surroundings():
             if self._tasks is None:
                 return function(*args, **kwargs)
             for tensor in tensors((args, kwargs)):
@@ -139,7 +151,7 @@ class FunctionalModule(nn.Module):
         check_task_dimension(batch, self._tasks, "`batch`")
         buffers = self._state.buffers
         try:
-            with surroundings(), self._skeleton.surroundings():
+            with surroundings(twice=self._twice), self._skeleton.surroundings():
                 value, buffers = self._objective(hyper)(loss, self._state.params, buffers, (), batch)
         finally:
             self._lay(self._state._replace(buffers=buffers))
@@ -155,7 +167,7 @@ class FunctionalModule(nn.Module):
         points = [p.detach().requires_grad_() for p in self._state.params]
         buffers = tuple(self.buffer_dict.values())
         try:
-            with torch.enable_grad(), surroundings(), self._skeleton.surroundings():
+            with torch.enable_grad(), surroundings(twice=self._twice), self._skeleton.surroundings():
                 value, _ = self._objective(hyper)(lower, points, buffers, (), batch)
                 grads = gradient(value, points, "lower", 1, tasks=self._tasks)
         finally:

@@ -189,7 +189,7 @@ def hypergradient(
         losses = [losses for losses in end.trace if losses is not None]
 
         def last_loss(ys: Sequence[Tensor], batch: Any) -> Tensor:
-            with surroundings():
+            with surroundings(twice=loop.twice):
                 value, _ = objective(upper, ys, (), given, batch)
             _check_value(value, tasks)
             return value

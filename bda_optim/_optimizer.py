@@ -158,7 +158,9 @@ class BDAInnerOptimizer(Optimizer):
         end = solve(lower, upper, start, loop)
         warn_without_graph(end.state.params, start)
         # Not the skeleton of the loop: an adjoint that replays steps lays other iterates into that one, and holds it.
-        fmodel = FunctionalModule(Skeleton(model), start.names, end.state, self._update(tasks), end.mapper)
+        fmodel = FunctionalModule(
+            Skeleton(model), start.names, end.state, self._update(tasks), end.mapper, twice=loop.twice
+        )
         fmodel.__dict__["trace"] = end.trace  # a parameter of the module may have this name
         return fmodel
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ._adjoints.base import Adjoint, check_adjoint
+from ._adjoints.base import Adjoint, check_adjoint, differentiates_twice
 from ._adjoints.partwise import PartwiseStep
 from ._adjoints.unroll import Unroll
 from ._compiled.records import JoinedRecords
@@ -92,6 +92,11 @@ class Loop:
     def mode(self) -> str:
         """The mode of a compiled adjoint: "reverse", "mixed", or "auto" where it is measured."""
         return "auto" if self.compile is True else str(self.compile)
+
+    @property
+    def twice(self) -> bool:
+        """Whether forward passes are differentiated twice, or run under `vmap`, which batches no fused attention."""
+        return self.tasks is not None or differentiates_twice(self.adjoint)
 
     def chunks(self) -> list[Loop]:
         """Return one loop per chunk of tasks, or this one."""
@@ -203,7 +208,7 @@ def _run(
             return _run_compiled(adjoint, step, state, values, items, loop.mode)
         return adjoint(step if step.split is None else PartwiseStep(step), state, values, items)
 
-    with surroundings(), explained(lower, upper):
+    with surroundings(twice=loop.twice), explained(lower, upper):
         last, records = watched(run, loop.on_divergence, step, state, values, items, start.names)
     if versions:
         refuse_changed(names, values, versions)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from installed import attention_kernels
 from problems import numbers
 from torch import Tensor, nn, optim
 
@@ -60,7 +61,7 @@ def unchanged(model: nn.Module, inner: bda.BDAInnerOptimizer) -> Iterator[None]:
 
     def objects() -> list[Any]:
         found: list[Any] = [torch.is_grad_enabled(), torch.is_autocast_cache_enabled()]
-        found += torch.nn.attention._cur_sdpa_kernel_backends()
+        found += attention_kernels()
         for t in (*model.parameters(), *model.buffers()):
             found += [id(t), t._version, id(t.grad), t.requires_grad]
         for m in model.modules():

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from installed import skip_without
 from torch import Tensor, optim
 
 from bda_optim._step.rules.fista import FISTA
@@ -192,6 +193,7 @@ class Reference:
     """The same loop with torch.optim."""
 
     def __init__(self, case: Case, params: Sequence[Tensor], loss: Loss = generic, **more: Any) -> None:
+        skip_without(case.kind, case.options)
         self.params, self.loss, self.k = [p.detach().clone().requires_grad_() for p in params], loss, 0
         options = {k: v.clone() if isinstance(v, Tensor) else v for k, v in case.options.items()}
         self.optimizer = case.kind(self.params, **options, foreach=False, **more)

@@ -533,11 +533,11 @@ class Network:
 
     def by_torchopt(self, name: str, **settings: Any) -> list[Tensor]:
         with imported("torchopt") as torchopt:
-            params: Any = dict(self.net.named_parameters())
+            names, params = zip(*self.net.named_parameters(), strict=True)
             buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers()}
 
             def call(inputs: Tensor) -> Any:
-                return functional_call(self.net, (params, buffers), inputs)
+                return functional_call(self.net, (dict(zip(names, params, strict=True)), buffers), inputs)
 
             torch.set_default_dtype(torch.float64)  # torchopt's bias correction is in that type; conftest resets it
             opt = torchopt.FuncOptimizer(getattr(torchopt, name)(**settings))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from higher_cases import data, linear, stepped
+from installed import skip_without
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -44,6 +45,7 @@ pytestmark = pytest.mark.usefixtures("doubles")
 )
 def test_a_loop_goes_on_where_the_optimizer_was_and_back(cls: Any, settings: dict[str, Any]) -> None:
     """Two steps of torch.optim, two inner steps, their state loaded into torch.optim, two steps more: as six of it."""
+    skip_without(cls, settings)
     x, y = data()
     nets = [linear(), linear()]
     opts = [cls(net.parameters(), lr=0.01, **settings) for net in nets]

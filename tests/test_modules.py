@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from installed import attention_kernels
 from problems import TIGHT, mlp, numbers
 from torch import Tensor, nn
 from zoo import ZOO, Case, K, Problem, sequences, square, untouched
@@ -130,7 +131,7 @@ def test_four_threads_may_unroll_one_module_at_once() -> None:
     problem.module.append(nn.BatchNorm1d(5))
     hypers = [torch.tensor([1.0 + 0.1 * i, 0.3, 0.1], requires_grad=True) for i in range(4)]
     expected = [problem.gradient(problem.unroll(hyper), hyper) for hyper in hypers]
-    backends = torch.nn.attention._cur_sdpa_kernel_backends()
+    kernels = attention_kernels()
     found: list[Any] = [None] * 4
     barrier = threading.Barrier(4)
 
@@ -156,7 +157,7 @@ def test_four_threads_may_unroll_one_module_at_once() -> None:
     for results, exact in zip(found, expected, strict=True):
         assert isinstance(results, list), results
         assert all(torch.equal(result, exact) for result in results)
-    assert torch.nn.attention._cur_sdpa_kernel_backends() == backends
+    assert attention_kernels() == kernels
 
 
 def test_a_distributed_module_is_unwrapped() -> None:

@@ -431,12 +431,16 @@ def test_long_vectors() -> None:
         torch.testing.assert_close(torch.linalg.vector_norm(map_(y, 1.0), norm).item(), expected)
 
 
+def itself(hyper: Tensor) -> Tensor:
+    return hyper
+
+
 @pytest.mark.parametrize("mode", ["reverse", "forward", "forward over reverse", "mapped"])
 def test_nuclear_compiles(mode: str) -> None:
     """Dynamo would inline the decomposition and lose tangents; `nuclear` tells it not to."""
 
     def value(y: Tensor, s: Tensor) -> Tensor:
-        return dataclasses.replace(map_, s=s)(y, 0.7).pow(3).sum()
+        return map_(y, 0.7, s).pow(3).sum()
 
     functions: dict[str, Callable[[Tensor, Tensor], Any]] = {
         "reverse": grad(value, argnums=(0, 1)),
@@ -444,7 +448,7 @@ def test_nuclear_compiles(mode: str) -> None:
         "forward over reverse": lambda y, s: jvp(grad(value), (y, s), (torch.ones_like(y), s))[1],
         "mapped": vmap(grad(value), in_dims=(0, None)),
     }
-    map_ = pickle.loads(pickle.dumps(prox.nuclear(torch.tensor(2.0))))
+    map_ = pickle.loads(pickle.dumps(prox.nuclear(itself)))
     y, (s,) = point("nuclear"), tensors(2.0, requires_grad=False)
     y = torch.stack([y, 2 * y]) if mode == "mapped" else y
     torch._dynamo.reset()

@@ -18,6 +18,7 @@ from torch.utils import checkpoint
 import bda_optim as bda
 from bda_optim._context.forward import surroundings
 from bda_optim._support import torch_private as private
+from bda_optim._support.autograd_graph import nodes
 
 OLD_AND_NEW = pytest.mark.parametrize("old", [False, True], ids=["as installed", "as before 2.8"])
 
@@ -399,6 +400,30 @@ def test_a_trace_computes_nothing() -> None:
     assert ran and ran[0] is not Tensor, "functionalising a large step computes it once more"
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_the_cache_is_tagged() -> None:
+    from torch._inductor.codecache import compiled_fx_graph_hash
+
+    graph = private.trace_graph(lambda x: [x.exp()], [torch.ones(2)])
+    keys = []
+    for tag in ("one", "two", "one"):
+        with private.tagged_cache(tag):
+            keys.append(compiled_fx_graph_hash(graph, [torch.ones(2)], {}, [])[0])
+    assert keys[0] == keys[2], "a program is compiled anew in every process"
+    assert keys[0] != keys[1], "a program of other lowerings is taken from the cache"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_the_tag_before_2_6(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as settings
+
+    monkeypatch.setattr(torch.compiler, "config", None, raising=False)
+    before = settings.save_config_portable()
+    with private.tagged_cache("one"):
+        assert settings.save_config_portable() != before, "a program of other lowerings is taken from the cache"
+    assert settings.save_config_portable() == before
+
+
 def test_compilation_is_announced() -> None:
     with private.announced_compilation():
         assert torch.compiler.is_compiling(), "models of `transformers` run uncompiled: their masks are read"
@@ -470,6 +495,32 @@ def test_dynamo_stays_outside() -> None:
 
     assert torch.compile(lambda x: function(x) * 2, backend="eager")(torch.ones(1)) == 4
     assert compiled == [False], "torch.compile traces through the inner loop"
+
+
+def test_dtypes_of_nodes() -> None:
+    weight = torch.ones(3, 3, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        product = (weight @ weight).float()
+    found = {dtype for node in nodes([product]) for dtype in private.node_dtypes(node)}
+    assert found == {torch.float32, torch.bfloat16}, "`Differences` would choose a step for another precision"
+
+
+def test_kinks() -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    kinked = {
+        "Relu": x.relu(),
+        "MaxPool2DWithIndices": nn.functional.max_pool2d(x[None], 2),
+        "Elu": nn.functional.selu(x),
+        "LinalgVectorNorm": torch.linalg.vector_norm(x, 1),
+        "Dist": torch.dist(x, x + 1, 1),
+        "Pdist": nn.functional.pdist(x, 1.0),
+        "Norm": nn.functional.pairwise_distance(x, x + 1, p=1),
+    }
+    smooth = [nn.functional.elu(x), x.norm(), torch.dist(x, x + 1), nn.functional.pdist(x), x.tanh(), x.norm(p=3)]
+    message = "`Differences` would let a kink pass, or refuse a smooth operation"
+    for name, value in kinked.items():
+        assert name in {private.kink(node) for node in nodes([value])}, message
+    assert not any(private.kink(node) for node in nodes(smooth)), message
 
 
 def test_every_name_has_a_canary() -> None:

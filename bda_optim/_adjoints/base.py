@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -65,10 +65,14 @@ class Step:
         names: What messages call the tensors of `hyper`.
         taped: Whether autograd can record several steps in a row; otherwise they are pulled back one by one.
         single: Whether an item is one step, and not a unit of several.
+        twice: Whether the losses are differentiated twice.
+        keeps: Whether `record` saves little beside a state, with which `advance` takes the step once more.
     """
 
     taped: bool = True
     single: bool = True
+    twice: bool = True
+    keeps: bool = False
 
     def __init__(self, function: Any) -> None:
         """Store the function."""
@@ -99,6 +103,10 @@ class Step:
         """Return the same step with the gradients of both losses treated as constants."""
         return Step(self._function.first_order())
 
+    def changed(self, change: Callable[[Any], Step]) -> Step:
+        """Return the same step around what ``change(function)`` makes of its innermost function."""
+        return change(self._function)
+
     def tape(self, state: Any, hyper: Sequence[Tensor], item: Any) -> tuple[Any, Any, Tape]:
         """Take the step and let autograd record it; `hyper` are leaves.
 
@@ -119,6 +127,10 @@ class Step:
     def record(self, state: Any, hyper: Sequence[Tensor], item: Any) -> tuple[Any, Any, Any]:
         """Take the step; return also what saves `pull` from evaluating it again, or None."""
         return self.tape(state, hyper, item)
+
+    def advance(self, state: Any, hyper: Sequence[Tensor], item: Any, saved: Any) -> tuple[Any, Any]:
+        """Take a recorded step once more, if the step `keeps`; ``saved`` is what `record` returned."""
+        raise NotImplementedError
 
     def pull(
         self, state: Any, hyper: Sequence[Tensor], item: Any, cotangents: Cotangents, saved: Any = None
@@ -145,6 +157,18 @@ def check_adjoint(name: str, adjoint: Any) -> None:
         raise TypeError(
             f"`{name}` must be an adjoint; got {adjoint!r}. Use an object such as `Unroll()` or `Checkpointed()`."
         )
+
+
+def layers(adjoint: Any) -> Iterator[Any]:
+    """Yield an adjoint, the one within it, and so on."""
+    while adjoint is not None:
+        yield adjoint
+        adjoint = getattr(adjoint, "within", None)
+
+
+def differentiates_twice(adjoint: Any) -> bool:
+    """Whether an adjoint differentiates the losses of a step twice."""
+    return all(getattr(layer, "twice", True) for layer in layers(adjoint))
 
 
 def as_step(step: Any) -> Step:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._support.tree import replace_tensors, tensors
-from .base import Adjoint, Cotangents, Items, Result, Step, as_step, check_adjoint
+from .base import Adjoint, Cotangents, Items, Result, Step, as_step, check_adjoint, layers
 from .forward_mode import ForwardMode
 from .implicit import Implicit
 from .unroll import Unroll
@@ -59,8 +59,7 @@ class Guarded:
             if value is not None and not (isinstance(value, int | float) and value > 0 and math.isfinite(value)):
                 raise ValueError(f"`{name}` must be a positive number; got {value!r}.")
         check_adjoint("within", self.within)
-        inside: Any = self.within
-        while inside is not None:
+        for inside in layers(self.within):
             if isinstance(inside, Implicit):
                 raise ValueError(
                     "`Implicit` differentiates the fixed point and no step, so that there are no adjoints to guard; "
@@ -70,7 +69,6 @@ class Guarded:
                 raise ValueError(
                     "`ForwardMode` carries tangents forward and has no adjoints to guard. Use another one."
                 )
-            inside = getattr(inside, "within", None)
 
     def __call__(self, step: Any, state: Any, hyper: tuple[Tensor, ...], items: Items) -> Result:
         """Hand a step to `within` whose every result passes a gate."""
@@ -131,6 +129,8 @@ class _GatedStep(Step):
         super().__init__(step)
         self._gate = gate
         self.taped = step.taped
+        self.twice = step.twice
+        self.keeps = step.keeps
 
     @property
     def repeats(self) -> bool:
@@ -141,6 +141,10 @@ class _GatedStep(Step):
     def first_order(self) -> _GatedStep:
         """Return the same step with the gradients of both losses treated as constants."""
         return _GatedStep(self._function.first_order(), self._gate)
+
+    def changed(self, change: Callable[[Any], Step]) -> _GatedStep:
+        """Return the same gate around a changed step."""
+        return _GatedStep(self._function.changed(change), self._gate)
 
     def __call__(self, state: Any, hyper: Sequence[Tensor], item: Any) -> tuple[Any, Any]:
         """Take the step; without a graph there is no gate."""
@@ -159,6 +163,11 @@ class _GatedStep(Step):
         self._gate.note_first(item.k)
         after, record, saved = self._function.record(state, hyper, item)
         return after, record, (item.k, saved)
+
+    def advance(self, state: Any, hyper: Sequence[Tensor], item: Any, saved: Any) -> tuple[Any, Any]:
+        """Take a recorded step once more."""
+        again: tuple[Any, Any] = self._function.advance(state, hyper, item, saved[1])
+        return again
 
     def pull(
         self, state: Any, hyper: Sequence[Tensor], item: Any, cotangents: Cotangents, saved: Any = None

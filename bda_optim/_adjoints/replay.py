@@ -118,7 +118,8 @@ class Replay:
         self._count = len(tensors(state))
         self._repeats = step.repeats
         self._recording = record
-        self._ambient = Ambient(tensors(state))
+        self._keeps = step.keeps and not offload  # what is saved beside a state stays on its device
+        self._ambient = Ambient(tensors(state), twice=step.twice)
         self._stored: dict[int, Stored] = {}
         self._saved: dict[int, Any] = {}
         # With a state at every step none is copied or dropped, except to the host.
@@ -145,6 +146,7 @@ class Replay:
             item = self._items[number]
             self._batch_versions.append([version_of(t) for t in tensors(item)])
             keep = self._recording or (self._starts is None and number == end - 1 and not self._repeats)
+            keep = keep or (self._keeps and number in positions)
             if keep or number == 0 or self._prints is not None:
                 state, record, saved = self._step.record(state, hyper, item)
                 if keep:
@@ -230,11 +232,16 @@ class Replay:
         state = self._shelf.get(source.kept)
         for number in range(start, stop):
             item = self._item(number)
-            if self._prints is None:
+            saved = self._saved.get(number) if self._keeps else None
+            if saved is not None:
+                state, _ = self._step.advance(state, hyper, item, saved)
+            elif self._prints is None and (number > start or not self._keeps):
                 state, _ = self._step(state, hyper, item)
             else:  # recorded as in the first sweep: with and without a graph other kernels may run
-                state, _, _ = self._step.record(state, hyper, item)
-                self._compare_prints(number, state)
+                state, _, saved = self._step.record(state, hyper, item)
+                if self._keeps and number == start:
+                    self._saved[number] = saved
+            self._compare_prints(number, state)
         return Stored(self._shelf.put(state), self._ambient.rng())
 
     def _segment(
@@ -264,6 +271,9 @@ class Replay:
                 state, record, saved = self._step.record(state, hyper, item)
                 ledger.append(record)
                 self._compare_prints(number, state)
+            elif number + 1 < stop:
+                state, record = self._step.advance(state, hyper, item, saved)
+                ledger.append(record)
             taken.append(_Taken(before, rng, item, saved))
         records = ledger.records()
         while taken:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
 import logging
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,20 +79,9 @@ def reshape_views(graph: GraphModule) -> None:
 
 
 def _compile(graph: GraphModule, inputs: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
-    with torch.no_grad(), one_source(), _tagged():
+    # torch leaves the tables of lowerings and decompositions out of the key of its cache.
+    with torch.no_grad(), one_source(), torch_private.tagged_cache(f"bda_optim {TABLES.digest()}"):
         return torch_private.compile_graph(graph, inputs, options)
-
-
-@contextlib.contextmanager
-def _tagged() -> Iterator[None]:
-    """Add to the key of the cache what torch leaves out of it: the tables of lowerings and decompositions."""
-    config: Any = torch.compiler.config
-    before = config.cache_key_tag
-    config.cache_key_tag = f"{before} bda_optim {TABLES.digest()}"
-    try:
-        yield
-    finally:
-        config.cache_key_tag = before
 
 
 class _Tables:

@@ -19,8 +19,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Ambient:
     """The autocast settings and the random state of a rollout, to be restored in a replay."""
 
-    def __init__(self, sample: Sequence[Tensor]) -> None:
-        """Record autocast (for the CPU and the devices of `sample`) and the default dtype as they are now."""
+    def __init__(self, sample: Sequence[Tensor], *, twice: bool = True) -> None:
+        """Record autocast (for the CPU and the devices of `sample`) and the default dtype as they are now.
+
+        `twice` says whether forward passes are differentiated twice.
+        """
+        self._twice = twice
         self._sample = [t for t in sample if t.device.type not in ("cpu", "meta")]
         kinds = {"cpu", *(t.device.type for t in self._sample)}
         self._autocast = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in sorted(kinds)]
@@ -60,19 +64,14 @@ class Ambient:
             with contextlib.ExitStack() as stack:
                 for kind, precision, enabled in self._autocast:
                     stack.enter_context(torch.autocast(kind, dtype=precision, enabled=enabled))
-                stack.enter_context(surroundings())
+                stack.enter_context(surroundings(twice=self._twice))
                 yield
         finally:
             undo_despite_interrupts(undo)
         changed = [number for number, flag in self._changed if not flag.is_meta and bool(flag)]
         if changed or any(bool(flag) for flag in self._far.values() if not flag.is_meta):
             where = f" (in call {min(changed)} of the step)" if changed else ""
-            raise RuntimeError(
-                f"a replayed step gave another result than the first time{where}, so the hypergradient would be wrong; "
-                "the loss or the batches depend on something that is not restored (a torch.Generator, `random`, numpy, "
-                "a counter, a data set that shuffles). Draw such numbers beforehand and pass them in `batches=`, or "
-                "use `Unroll()`."
-            )
+            raise RuntimeError(another_result(where))
 
     def compare(self, replayed: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
         """Record on the device whether a replay reached the state of the first sweep, up to rounding.
@@ -88,6 +87,25 @@ class Ambient:
     def compare_prints(self, replayed: Sequence[Tensor], stored: Sequence[Tensor], number: int) -> None:
         """Record whether the state of a replay is that of the first sweep after call `number`, to the bit."""
         self._changed += [(number, new != old) for new, old in zip(replayed, stored, strict=True)]
+
+
+@contextlib.contextmanager
+def without_autocast(sample: Sequence[Tensor]) -> Iterator[None]:
+    """Switch autocast off, for the CPU and the devices of `sample`."""
+    with contextlib.ExitStack() as stack:
+        for kind in {"cpu", *(t.device.type for t in sample if not t.is_meta)}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def another_result(where: str = "") -> str:
+    """Return the message about a step that gave another result the second time."""
+    return (
+        f"a replayed step gave another result than the first time{where}, so the hypergradient would be wrong; "
+        "the loss or the batches depend on something that is not restored (a torch.Generator, `random`, numpy, "
+        "a counter, a data set that shuffles). Draw such numbers beforehand and pass them in `batches=`, or "
+        "use `Unroll()`."
+    )
 
 
 def fingerprints(values: Sequence[Tensor]) -> list[Tensor]:

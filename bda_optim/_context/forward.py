@@ -14,7 +14,9 @@ from .._support import torch_private
 
 _NO_HOOKS = (
     "the module uses torch.utils.checkpoint (or saved-tensor hooks) inside an inner step, whose recomputation would "
-    "see the parameters of another step. Switch it off in the module and let `adjoint=Checkpointed()` save the memory."
+    "see the parameters of another step. Switch it off in the module and let `adjoint=Checkpointed()` save the memory, "
+    "with `accumulate=M` if a single step is too large; or use `adjoint=Differences()`, under which a checkpoint with "
+    "`use_reentrant=False` is allowed (without `tasks`)."
 )
 
 
@@ -81,20 +83,26 @@ class surroundings:
 
     Fused attention has no second derivative, so the plain form is chosen. Autocast would keep a cast copy of the
     parameters of every step alive, so its cache is off. A checkpoint inside the module is refused, because it would
-    recompute with parameters that have since been replaced.
+    recompute with parameters that have since been replaced. Where nothing is differentiated twice, neither is needed:
+    a checkpoint recomputes within the step that it belongs to.
 
     Not a generator: one that is interrupted while it is entered keeps everything switched as long as the traceback
     lives.
     """
 
+    def __init__(self, *, twice: bool = True) -> None:
+        """Remember whether the forward passes are differentiated twice."""
+        self._twice = twice
+
     def __enter__(self) -> None:
         """Turn the switches."""
         self._user = object()
         self._cache = torch.is_autocast_cache_enabled()
-        self._forbids = not torch_private.hooks_are_forbidden()
+        self._forbids = self._twice and not torch_private.hooks_are_forbidden()
         try:
             torch.set_autocast_cache_enabled(False)
-            _PLAIN_ATTENTION.enter(self._user)
+            if self._twice:
+                _PLAIN_ATTENTION.enter(self._user)
             self._forbids = self._forbids and not torch_private.has_saved_tensor_hooks()
             if self._forbids:
                 torch_private.forbid_hooks(_NO_HOOKS)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from .._adjoints.base import layers
 from .._adjoints.implicit import Implicit
 from .._step.gradients import add
 from .._step.step import Split
@@ -112,14 +113,11 @@ def check_accumulate(accumulate: Accumulate, batches: Any, tasks: int | None, ad
         raise ValueError(
             f"compiled steps cannot run in parts yet; got {shown} and compile={compiled!r}. Leave one of them out."
         )
-    inside = adjoint
-    while inside is not None:
-        if isinstance(inside, Implicit):
-            raise ValueError(
-                f"`Implicit` takes all its products from one graph of a whole batch; got {shown}. Use "
-                "`Checkpointed()`, or leave `accumulate` out."
-            )
-        inside = getattr(inside, "within", None)
+    if any(isinstance(layer, Implicit) for layer in layers(adjoint)):
+        raise ValueError(
+            f"`Implicit` takes all its products from one graph of a whole batch; got {shown}. Use "
+            "`Checkpointed()`, or leave `accumulate` out."
+        )
     if isinstance(split, EvenParts) and isinstance(batches, list | tuple):
         for number, batch in enumerate(batches):
             split.size(batch, f"batches[{number}]")

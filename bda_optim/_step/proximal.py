@@ -72,7 +72,7 @@ class ProximalMap(TensorFields):
 
     def _check(self, name: str, value: Any) -> None:
         what = f"`{name}` of `{type(self).__name__}`"
-        if not isinstance(value, Tensor | Real) and not callable(value):
+        if not isinstance(value, (Tensor, Real)) and not callable(value):
             raise TypeError(f"{what} must be a number, a tensor or a function of hyper; got {value!r}. Use a number.")
         if isinstance(value, Real) and not 0 <= float(value) < math.inf:
             raise ValueError(f"{what} must be finite and not negative; got {value}. Use a number >= 0.")

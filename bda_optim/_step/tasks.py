@@ -80,6 +80,11 @@ class TasksObjective(Keyed):
         self._objective = objective
         self._mapper = mapper
 
+    @property
+    def module(self) -> Any:
+        """The user's module, if there is one."""
+        return getattr(self._objective, "module", None)
+
     def key(self) -> Any:
         """Return what a trace depends on."""
         return self._objective, self._mapper.tasks

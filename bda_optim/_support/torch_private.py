@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 import traceback
 import types
@@ -128,6 +129,39 @@ def forward_class(node: Any) -> Any:
     `Node._forward_cls`: since 2.0. The public name of a node, `node.name()`, is not unique.
     """
     return getattr(node, "_forward_cls", None)
+
+
+def node_dtypes(node: Any) -> list[torch.dtype]:
+    """Return the dtypes of the tensors that the operation of a node gave. `Node._input_metadata`: since 2.1."""
+    return [entry.dtype for entry in node._input_metadata]
+
+
+_KINKED = frozenset(
+    "Abs AdaptiveMaxPool2D AdaptiveMaxPool3D Amax Amin Aminmax Ceil Clamp ClampMax ClampMin Cummax Cummin Floor Fmax "
+    "Fmin Fmod Frac FractionalMaxPool2D FractionalMaxPool3D GridSampler2D GridSampler3D Hardshrink Hardsigmoid "
+    "Hardswish Hardtanh Kthvalue LeakyRelu Max Maximum MaxPool2D MaxPool2DWithIndices MaxPool3DWithIndices Median Min "
+    "Minimum MkldnnMaxPool2D MkldnnMaxPool3D Mode MultilabelMarginLoss MultiMarginLoss Nanmedian PreluKernel Relu "
+    "Remainder Renorm Round RreluWithNoise Sgn Sign Softshrink Sort Threshold Topk Trunc".split()
+)
+_EXPONENTS = {"Cdist": "p", "Dist": "p", "LinalgVectorNorm": "ord", "Norm": "p", "Pdist": "p"}
+_NODE = re.compile(r"(\w+)Backward\d*")
+
+
+def kink(node: Any) -> str | None:
+    """Return what a node of a loss's graph stands for if its derivative jumps somewhere; None if it does not.
+
+    The names of the nodes, and the numbers that they save (`Node._saved_alpha`): since before 2.0. A derivative that is
+    continuous and has a kink itself (ELU with alpha=1, the Huber loss) does not count, nor does a norm that has its
+    only kink at 0. A kink that is written as a comparison (`torch.where`) has no name.
+    """
+    found = _NODE.fullmatch(node.name())
+    name = found.group(1) if found else ""
+    if name == "Elu":  # the slope left of 0 is so many times that right of it
+        return name if node._saved_alpha * node._saved_input_scale != 1 else None
+    if name in _EXPONENTS:
+        exponent = getattr(node, f"_saved_{_EXPONENTS[name]}")
+        return name if exponent in (0, 1) or abs(exponent) == float("inf") else None
+    return name if name in _KINKED else None
 
 
 def undifferentiable(node: Any) -> str | None:
@@ -460,6 +494,27 @@ def _inside(function: Any, kind: type, depth: int = 8) -> list[Any]:
             cells = [cell.cell_contents for cell in filled]
             waiting += [(inner, left - 1) for inner in (*cells, getattr(value, "compiled_fn", None))]
     return list(found.values())
+
+
+@contextlib.contextmanager
+def tagged_cache(tag: str) -> Iterator[None]:
+    """Add a tag to the key of Inductor's cache on disk.
+
+    The public `torch.compiler.config.cache_key_tag` does this, since 2.6. Before, every setting is part of the key, and
+    `profile_bandwidth_regex` carries the tag: nothing reads it unless the bandwidth is profiled.
+    """
+    import torch._inductor.config
+
+    config: Any = getattr(torch.compiler, "config", None)
+    name = "cache_key_tag"
+    if not hasattr(config, name):
+        config, name = torch._inductor.config, "profile_bandwidth_regex"
+    before = getattr(config, name)
+    setattr(config, name, f"{before} {tag}")
+    try:
+        yield
+    finally:
+        setattr(config, name, before)
 
 
 @contextlib.contextmanager

@@ -121,6 +121,7 @@ class ASGD(ParameterRule):
 
     defaults = read_only(lr=1e-2, lambd=1e-4, rule_alpha=0.75, t0=1e6, weight_decay=0.0, maximize=False)
     _zeros = ("ax",)
+    _ranges = MappingProxyType({**RANGES, "lambd": AT_LEAST_0, "rule_alpha": AT_LEAST_0})  # as in torch since 2.15
 
     def _start(self, param: Tensor, s: Settings) -> RuleState:
         lr = s["lr"]
