@@ -10,7 +10,7 @@ import sys
 
 from ._common import ROOT
 
-SCRIPTS = ("against_peers", "memory_vs_k", "tasks", "adjoints", "implicit_peers", "scale")
+SCRIPTS = ("against_peers", "memory_vs_k", "tasks", "adjoints", "implicit_peers", "large_models", "scale")
 
 
 def main(argv: list[str]) -> int:

@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
 ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ["against_peers", "memory_vs_k", "tasks", "adjoints", "implicit_peers", "large_models", "scale"]
 
 
 def smoke(script: str, out: Path, *options: str) -> dict[str, object]:
@@ -75,6 +76,18 @@ def test_implicit_peers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_large_models(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+    found = smoke("large_models", tmp_path)
+    *rules, loops = found["parts"]
+    assert [part["name"] for part in rules] == ["SGD", "AdamW(eps=1e-5)"] and found["malloc"]
+    for part in rules:
+        assert all(e["relative_error"] < 1e-2 and e["one_minus_cosine"] < 1e-5 for e in part["entries"])
+        assert all(e["cpu_ms"] > 0 for e in part["entries"])
+    assert all(model["entries"][1]["relative_error"] < 1e-3 for model in loops["models"])
+
+
+@pytest.mark.slow
 def test_scale(tmp_path: Path) -> None:
     found = smoke("scale", tmp_path, "--only", "mlp")
     (work,) = found["workloads"]
@@ -86,7 +99,7 @@ def test_scale(tmp_path: Path) -> None:
         assert efficiency == sorted(efficiency, reverse=True) and 0 < efficiency[-1] < efficiency[0] < 1
 
 
-@pytest.mark.parametrize("script", ["against_peers", "memory_vs_k", "tasks", "adjoints", "implicit_peers", "scale"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_header_is_question_and_output(script: str) -> None:
     header = (ROOT / "benchmarks" / f"{script}.py").read_text("utf-8").split('"""')[1]
     assert header.splitlines()[0].endswith("?")
