@@ -19,7 +19,7 @@ from ._rollout.divergence import check_choice
 from ._rollout.losses import check_finite
 from ._rollout.state import in_master
 from ._step.aggregation import needs_upper
-from ._step.gradients import both_gradients
+from ._step.gradients import both_gradients, check_scalar
 from ._step.proximal import NO_HYPER
 from ._step.rules.memory import complete_memory, stored_entries
 from ._step.settings import check_group
@@ -231,7 +231,7 @@ class DiffOptimizer:
             new = detach(new)
         elif k == self._cut + 1:
             refuse_once_differentiable(new.params)
-        buffers = tuple(self._fmodel.buffer_dict.values())
+        buffers = self._fmodel._skeleton.read_buffers()
         params = tuple(p if p.requires_grad else p.detach().requires_grad_() for p in new.params)
         own = InnerState(params, new.rule, buffers)
         self._fmodel._lay(self._part.put(self._fmodel._state, own) if len(self._fmodel._parts) > 1 else own)
@@ -247,6 +247,9 @@ class DiffOptimizer:
         graph = track and not self._first_order
         kept = graph or len(self._fmodel._parts) > 1
         moves = None
+        check_scalar(losses[0], "lower", k, None)
+        if losses[1] is not None:
+            check_scalar(losses[1], "upper", k, None)
         with torch.enable_grad():  # the caller may be under no_grad
             weights = None if grad_callback else self._sweep.weights(settings, constant=self._first_order)
             if weights is not None:

@@ -311,6 +311,15 @@ def test_a_function_without_second_derivative_beside_a_smooth_one_is_refused() -
         assert torch.isfinite(first).all()
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_a_complex_loss_is_refused(alpha: float) -> None:
+    start = torch.ones(2, dtype=torch.complex128)
+    with pytest.raises(TypeError, match=r"the lower loss must be real; got torch.complex128 at step k=1"):
+        bda.rollout(lambda y, x, b: y.sum(), lambda y, x, b: y.abs().sum(), start, steps=1, lr=0.1, alpha=alpha)
+    y = bda.rollout(lambda y, x, b: y.abs().sum(), lambda y, x, b: y.real.sum(), start, steps=1, lr=0.1, alpha=alpha)
+    torch.testing.assert_close(y, start - 0.1)
+
+
 def test_both_losses_may_be_the_same_tensor() -> None:
     model = nn.Linear(1, 1, bias=False)
     inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.1, upper_lr=0.3, alpha=0.5)

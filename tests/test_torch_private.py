@@ -103,6 +103,22 @@ def test_function_of_a_node() -> None:
     assert private.forward_class(x.exp().grad_fn) is None
 
 
+def test_backward_pass() -> None:
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    loss = x.pow(3).sum()
+    found = private.run_backward((loss,), (torch.tensor(2.0),), (x, y), create_graph=True, retain_graph=True)
+    assert found[1] is None and torch.equal(found[0], 6 * x), "every step is wrong"
+    assert found[0].requires_grad and x.grad is None, "no hypergradient, or one that is written into `.grad`"
+    (found,) = private.run_backward((loss,), (torch.tensor(1.0),), (x,), create_graph=False, retain_graph=False)
+    assert not found.requires_grad
+    with pytest.raises(RuntimeError, match="second time"):
+        private.run_backward((loss,), (torch.tensor(1.0),), (x,), create_graph=False, retain_graph=False)
+    with torch.overrides.BaseTorchFunctionMode():
+        loss = x.pow(3).sum()
+        (found,) = private.run_backward((loss,), (torch.tensor(1.0),), (x,), create_graph=False, retain_graph=False)
+        assert torch.equal(found, torch.full_like(x, 3.0)), "the public way is not taken where a mode watches"
+
+
 def test_weighted_seeds() -> None:
     x = torch.randn(3, 2, requires_grad=True)
     index = torch.tensor([[0, 1]])

@@ -60,7 +60,8 @@ class Skeleton(Keyed):
         """Put `values` in the place of the named parameters, in the dtypes that the module computes in."""
         for name, value in zip(names, values, strict=True):
             place = self.params[name]
-            place.put(value.to(place.original.dtype))  # the same tensor, unless there is a master copy
+            dtype = place.original.dtype
+            place.put(value if value.dtype is dtype else value.to(dtype))  # another one only with a master copy
 
     def lay_buffers(self, values: Sequence[Tensor], *, copy: bool = True) -> None:
         """Put `values`, or copies that a forward pass may overwrite, in the place of all buffers."""

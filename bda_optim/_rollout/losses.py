@@ -42,11 +42,15 @@ def trace_of(records: Sequence[Record], tasks: int | None) -> Trace:
     shape = () if tasks is None else (tasks,)
     if isinstance(records, JoinedRecords):
         return _trace_of_blocks(records.blocks, shape)
-    lower = torch.stack([record.lower.reshape(shape) for record in records])
+    lower = torch.stack([_shaped(record.lower, shape) for record in records])
     if all(record.upper is None for record in records):
         return Trace(lower, None)
     skipped = torch.full_like(lower[0], torch.nan)
-    return Trace(lower, torch.stack([skipped if r.upper is None else r.upper.reshape(shape) for r in records]))
+    return Trace(lower, torch.stack([skipped if r.upper is None else _shaped(r.upper, shape) for r in records]))
+
+
+def _shaped(loss: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return loss if loss.shape == shape else loss.reshape(shape)
 
 
 def _trace_of_blocks(blocks: Sequence[Losses], shape: tuple[int, ...]) -> Trace:
@@ -72,9 +76,11 @@ def all_finite(records: Sequence[Record], params: Sequence[Tensor]) -> bool:
     if not params or params[0].is_meta:
         return True
     rows = [block[:2] for block in records.blocks] if isinstance(records, JoinedRecords) else records
-    losses = [loss.reshape(-1) for row in rows for loss in row if loss is not None]
+    losses = [loss for row in rows for loss in row if loss is not None]
+    scalars = not any([loss.dim() for loss in losses])
+    joined = torch.stack(losses) if scalars else torch.cat([loss.reshape(-1) for loss in losses])
     flags = [torch.isfinite(p).all().to(params[0].device) for p in params]
-    return bool(torch.stack([torch.isfinite(torch.cat(losses)).all().to(params[0].device), *flags]).all())
+    return bool(torch.stack([torch.isfinite(joined).all().to(params[0].device), *flags]).all())
 
 
 def first_bad_loss(records: Sequence[Record]) -> tuple[int, str] | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._support.autograd_graph import refuse_once_differentiable
+from .._support.torch_private import run_backward
 
 Grads: TypeAlias = Sequence[Tensor | None]
 """One gradient per parameter; None where a loss does not depend on it."""
@@ -58,12 +59,26 @@ def gradient(
         ValueError: If the loss is not a scalar, or the lower loss depends on no parameter at all.
     """
     check_scalar(loss, level, k, tasks)
+    return slope(loss, points, level, k, create_graph=create_graph, retain_graph=retain_graph)
+
+
+def slope(
+    loss: Tensor,
+    points: Sequence[Tensor],
+    level: str,
+    k: Any,
+    *,
+    create_graph: bool = False,
+    retain_graph: bool | None = None,
+) -> Grads:
+    """Return what `gradient` does, of a loss that was looked at already."""
     grads = no_gradient(points)
     if loss.requires_grad:
-        total = loss if loss.numel() == 1 else loss.sum()
-        grads = torch.autograd.grad(
-            total, points, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
-        )
+        if loss.is_complex():
+            raise TypeError(f"the {level} loss must be real; got {loss.dtype} at step k={k}. Take `.real` or `.abs()`.")
+        seed = torch.ones_like(loss)
+        retain_graph = create_graph if retain_graph is None else retain_graph
+        grads = run_backward((loss,), (seed,), tuple(points), create_graph=create_graph, retain_graph=retain_graph)
         check_dense(grads, f"{level} loss", k)
         if create_graph and any(g is not None and not g.requires_grad for g in grads):
             refuse_once_differentiable([loss])  # a gradient without a graph: otherwise the loss is linear
@@ -74,7 +89,7 @@ def gradient(
 
 def check_dense(grads: Grads, what: str, k: Any) -> None:
     """Raise where a gradient is sparse."""
-    if any(g is not None and g.layout is not torch.strided for g in grads):
+    if any([g is not None and g.layout is not torch.strided for g in grads]):
         raise NotImplementedError(
             f"torch differentiates sparse gradients incorrectly; got one from the {what} at step k={k}. Use "
             "`F.embedding(..., sparse=False)`. An nn.Embedding inside the module is handled already."
@@ -83,7 +98,7 @@ def check_dense(grads: Grads, what: str, k: Any) -> None:
 
 def check_depends(grads: Grads, k: Any) -> None:
     """Raise where the lower loss has no gradient at all."""
-    if all(g is None for g in grads):
+    if not any([g is not None for g in grads]):
         raise ValueError(
             f"the lower loss does not depend on any parameter that the optimizer adapts; got a loss at step k={k} "
             "whose graph reaches none of them. Compute it with the `net` (or `params`) that the function receives, "

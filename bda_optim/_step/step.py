@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -81,7 +80,7 @@ class BDAStep:
         self.split = split
         self.constant_gradients = False
         self.transformed = inside_transform()
-        self._sweep = Sweep(update.rule, update.tasks)
+        self._sweep = Sweep(update.rule)
 
     def first_order(self) -> BDAStep:
         """Return the same step with the gradients of both losses treated as constants (first-order MAML)."""
@@ -163,14 +162,16 @@ class BDAStep:
         mark: Callable[[], Any],
     ) -> Evaluation:
         """Evaluate both levels; the graph of each part of the batch is freed before the next part."""
-        with self._unchanged(points, item.k):
-            before = mark()
-            f, kept, lower = self._accumulated("lower", points, buffers, hyper, item)
-            between = mark()
-            big_f = None
-            upper = no_gradient(points)
-            if needs_upper(settings, self.upper, item.k):
-                big_f, _, upper = self._accumulated("upper", points, buffers, hyper, item)
+        versions = [version_of(p) for p in points] if _is_first(item.k) else []
+        before = mark()
+        f, kept, lower = self._accumulated("lower", points, buffers, hyper, item)
+        between = mark()
+        big_f = None
+        upper = no_gradient(points)
+        if needs_upper(settings, self.upper, item.k):
+            big_f, _, upper = self._accumulated("upper", points, buffers, hyper, item)
+        if versions:
+            refuse_changed(self.param_names, points, versions)
         return Evaluation(Record(f, big_f), kept, (lower, upper), (before, between, mark()))
 
     def _accumulated(
@@ -226,11 +227,13 @@ class BDAStep:
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
         """Return both losses (the upper one None where every alpha is 0), and the buffers after the lower forward."""
         batch = fill(item.batch, hyper)
-        with self._unchanged(points, item.k):
-            f, kept = self._mean("lower", points, buffers, hyper, batch, item.k)
-            big_f = None
-            if needs_upper(settings, self.upper, item.k):
-                big_f, _ = self._mean("upper", points, buffers, hyper, batch, item.k)
+        versions = [version_of(p) for p in points] if _is_first(item.k) else []
+        f, kept = self._mean("lower", points, buffers, hyper, batch, item.k)
+        big_f = None
+        if needs_upper(settings, self.upper, item.k):
+            big_f, _ = self._mean("upper", points, buffers, hyper, batch, item.k)
+        if versions:
+            refuse_changed(self.param_names, points, versions)
         return f, big_f, kept
 
     def loss(
@@ -254,14 +257,6 @@ class BDAStep:
             value, buffers = self.loss(level, points, buffers, hyper, part, k)
             values.append(weight * value)
         return sum(values[1:], start=values[0]), buffers
-
-    @contextmanager
-    def _unchanged(self, points: Sequence[Tensor], k: Any) -> Iterator[None]:
-        """Raise if the losses of the first step change the parameters in place."""
-        versions = [version_of(p) for p in points] if _is_first(k) else []
-        yield
-        if versions:
-            refuse_changed(self.param_names, points, versions)
 
 
 def _leaves(points: Sequence[Tensor], graph: bool) -> list[Tensor]:

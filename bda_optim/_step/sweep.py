@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._support.torch_private import has_hooks, recent_nodes, takes_weighted_seed
+from .._support.torch_private import has_hooks, recent_nodes, run_backward, takes_weighted_seed
 from .._support.types import Rule, Scalar, Settings
 from .aggregation import is_zero
-from .gradients import Grads, check_dense, check_depends, check_scalar, gradient
+from .gradients import Grads, check_dense, check_depends, slope
 from .rules.arithmetic import is_on
 from .rules.sgd import SGD
 
@@ -71,13 +71,11 @@ class Sweep:
 
     Args:
         rule: The rule of all groups.
-        tasks: The number of tasks, or None.
     """
 
-    def __init__(self, rule: Rule, tasks: int | None = None) -> None:
+    def __init__(self, rule: Rule) -> None:
         """Start with nothing looked through."""
         self._rule = rule
-        self._tasks = tasks
         self._settings: Sequence[Settings] | None = None
         self._weights: Weights | None = None
         self._allowed: bool | None = None
@@ -109,7 +107,7 @@ class Sweep:
         """Return what a step adds to the points, or the lower gradients alone where there is no upper loss.
 
         Args:
-            lower: The lower loss; with tasks the losses of all tasks.
+            lower: The lower loss, a scalar; with tasks the losses of all tasks.
             upper: The upper loss, or None where the step does not evaluate it.
             points: The lower variables.
             weights: The weights of both gradients.
@@ -122,19 +120,14 @@ class Sweep:
             The moves; None where the two gradients must be taken one by one.
         """
         if upper is None:
-            return gradient(
-                lower, points, "lower", k, create_graph=create_graph, retain_graph=retain_graph, tasks=self._tasks
-            )
-        check_scalar(lower, "lower", k, self._tasks)
-        check_scalar(upper, "upper", k, self._tasks)
+            return slope(lower, points, "lower", k, create_graph=create_graph, retain_graph=retain_graph)
         if self._allowed is None:
             self._allowed = _allows(lower, upper, points, since)
         if not (self._allowed and lower.requires_grad and upper.requires_grad) or any(map(has_hooks, points)):
             return None
-        seeds = [_seed(weight, loss) for weight, loss in zip(weights, (lower, upper), strict=True)]
-        moves = torch.autograd.grad(
-            [lower, upper], points, seeds, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
-        )
+        seeds = (_seed(weights.lower, lower), _seed(weights.upper, upper))
+        retain_graph = create_graph if retain_graph is None else retain_graph
+        moves = run_backward((lower, upper), seeds, tuple(points), create_graph=create_graph, retain_graph=retain_graph)
         check_dense(moves, "losses", k)
         check_depends(moves, k)
         return moves

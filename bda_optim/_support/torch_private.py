@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
+from torch.overrides import has_torch_function
 from torch.utils import _pytree, checkpoint
 
 if TYPE_CHECKING:
@@ -201,6 +202,33 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+def run_backward(
+    outputs: tuple[Tensor, ...],
+    seeds: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...],
+    *,
+    create_graph: bool,
+    retain_graph: bool,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of `outputs` with respect to `inputs`, None where there is none.
+
+    The engine behind the public `torch.autograd.grad`, which takes as long to look at its arguments as the backward
+    pass of a small loss. `Variable._execution_engine`: since before 2.0. It is called for plain tensors on the CPU;
+    other devices have threads of their own, for which the public function prepares.
+    """
+    if outputs[0].is_cpu and not has_torch_function((*outputs, *inputs)):
+        found: tuple[Tensor | None, ...] = _ENGINE.run_backward(
+            outputs, seeds, retain_graph, create_graph, inputs, True, accumulate_grad=False
+        )
+        return found
+    return torch.autograd.grad(
+        outputs, inputs, seeds, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
+    )
+
+
+_ENGINE: Any = torch.autograd.Variable._execution_engine
+
+
 # Transformations of what a program computes.
 
 
@@ -332,18 +360,21 @@ def _skip(code: Any) -> None:
         frames.skip_code(code)
 
 
+_compiler: Callable[[], Any] | None = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+
+
 def opaque(function: Callable[P, R]) -> Callable[P, R]:
     """Keep the user's `torch.compile` out of a function: the graph breaks at the call, and inside nothing is compiled.
 
     `torch.compiler.disable` does this, but importing Dynamo for it takes over a second. The attributes that it sets are
     enough until somebody else has imported Dynamo: `_torchdynamo_disable` since 2.0, `_torchdynamo_disable_msg` since
-    2.7.
+    2.7. Where no frame is being compiled, there is nothing to keep out: `get_eval_frame_callback`, since 2.5.
     """
     disabled: list[Callable[P, R]] = []
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "torch._dynamo" not in sys.modules:
+        if "torch._dynamo" not in sys.modules or (_compiler is not None and _compiler() is None):
             return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function))

@@ -41,7 +41,7 @@ EDITS: dict[str, Edit] = {
     "one pass: both weights are alpha": Edit("_step/sweep.py", "else alpha - 1) * lr", "else -alpha) * lr"),
     "one pass: upper direction with the wrong sign": Edit("_step/sweep.py", "-alpha * upper_lr)", "alpha * upper_lr)"),
     "one pass: upper_lr ignored": Edit("_step/sweep.py", 'lr if first["upper_lr"] is None else first["upper_lr"]', "lr"),
-    "one pass: moves detached": Edit("_step/sweep.py", "points, seeds, create_graph=create_graph", "points, seeds, create_graph=False"),
+    "one pass: moves detached": Edit("_step/sweep.py", "seeds, tuple(points), create_graph=create_graph", "seeds, tuple(points), create_graph=False"),
     "one pass: ascent": Edit("_step/sweep.py", "alpha=-rate)", "alpha=rate)"),
     "one pass: whatever the rates of other groups": Edit(
         "_step/sweep.py", "for chosen in settings[1:] for name in _RATES", "for chosen in settings[1:] for name in ()", "tests/test_sweep.py -k same_rates"
