@@ -171,14 +171,46 @@ def test_generation_uses_the_adapted_weights(name: str) -> None:
     assert torch.equal(found, expected) and found.shape[0] == 2
 
 
-@every_model
-def test_activation_checkpoints_are_refused_with_what_saves_memory(name: str) -> None:
+def with_checkpoints(name: str) -> Problem:
+    """A model that recomputes its activations, which `transformers` does in training mode only."""
     problem = Problem.of(name)
     getattr(problem.model, CHECKPOINTS, problem.model.gradient_checkpointing_enable)()
-    problem.model.train()  # `transformers` checkpoints in training mode only
+    problem.model.train()
+    return problem
+
+
+@every_model
+def test_activation_checkpoints_are_refused_with_what_saves_memory(name: str) -> None:
+    problem = with_checkpoints(name)
+    message = r"torch\.utils\.checkpoint .*`adjoint=Checkpointed\(\)`.*`accumulate=M`.*`adjoint=Differences\(\)`"
     for adjoint in (bda.Unroll(), bda.Checkpointed()):
-        with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint .*`adjoint=Checkpointed\(\)`"):
+        with pytest.raises(RuntimeError, match=message):
             problem.unroll(adjoint)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT", "LoRA"])
+def test_differences_allow_activation_checkpoints(name: str) -> None:
+    problem = with_checkpoints(name)
+    for batch in problem.batches:
+        batch["inputs"]["input_ids"].clamp_(min=1)  # the next test says why
+    plain = Problem.of(name)
+    plain.batches = problem.batches
+    expected = plain.expected()
+    for options in ({}, {"accumulate": 2}):
+        found = problem.hypergradient(bda.Differences(within=bda.Checkpointed(slots=2)), **options)
+        torch.testing.assert_close(found[1:], expected[1:], **LOOSE)
+        assert 0 < distance(found, expected) < 2e-3
+
+
+def test_differences_refuse_padding_that_a_loss_depends_on() -> None:
+    """BERT's embedding stops the gradient of word 0, which its output layer, tied to it, has."""
+    with pytest.raises(ValueError, match="not that of a function"):
+        Problem.of("BERT").hypergradient(bda.Differences())
+
+
+def test_differences_refuse_the_relu_of_t5() -> None:
+    with pytest.raises(ValueError, match=r"derivative jumps \(Relu\)"):
+        Problem.of("T5").hypergradient(bda.Differences())
 
 
 def test_output_objects_and_methods_of_the_module() -> None:
