@@ -16,7 +16,6 @@ ROOMS = ("_support", "_context", "_modules", "_step", "_adjoints", "_compiled", 
 
 MAX_LINES = 350
 LONGER = {  # path in the package -> the reason
-    "_adjoints/replay.py": "to be divided",
     "_optimizer.py": "one class: the interface of torch.optim, and the doors unroll, commit and diagnose",
     "_support/torch_private.py": "every private part of torch is in one file",
 }

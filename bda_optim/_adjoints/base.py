@@ -64,12 +64,14 @@ class Step:
     Attributes:
         names: What messages call the tensors of `hyper`.
         taped: Whether autograd can record several steps in a row; otherwise they are pulled back one by one.
+        draws: Whether steps may draw random numbers, so that a replay needs their random state.
         single: Whether an item is one step, and not a unit of several.
         twice: Whether the losses are differentiated twice.
         keeps: Whether `record` saves little beside a state, with which `advance` takes the step once more.
     """
 
     taped: bool = True
+    draws: bool = True
     single: bool = True
     twice: bool = True
     keeps: bool = False
@@ -138,6 +140,10 @@ class Step:
         """Pull cotangents of the state after the step back to the state before it, and to `hyper`."""
         tape = saved if isinstance(saved, Tape) else self.tape(state, hyper, item)[2]
         return pull_back(tape.outputs, tape.inputs, cotangents)
+
+    def pull_saved(self, saved: Any, cotangents: Cotangents) -> Cotangents | None:
+        """Do what `pull` does with what was saved alone; None where autograd or user code would have to run."""
+        return None
 
     def push(self, state: Any, hyper: Sequence[Tensor], item: Any, tangents: Cotangents) -> tuple[Any, Any, Cotangents]:
         """Take the step and push the tangents of state and `hyper` forward; return those of the new state too."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._support.checks import check_count
 from .._support.tensors import any_requires_grad
 from .base import Items, Result, as_step
-from .replay import replayed, without_graph
+from .node import replayed, without_graph
 from .revolve import segments
 
 _GRAPH_SIZE = 2.25

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._support.tensors import any_requires_grad
 from .._support.tree import replace_tensors, tensors
 from .base import Items, Result, as_leaves, as_step
-from .replay import without_graph
+from .node import without_graph
 from .tangents import Attached, identity, scalars
 
 

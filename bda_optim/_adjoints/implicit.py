@@ -19,7 +19,7 @@ from .._support.types import Item
 from .base import Items, Result, Step, as_step
 from .carry import Carry
 from .fixed_point import FixedPoint, no_influence
-from .replay import without_graph
+from .node import without_graph
 from .storage import Ledger
 
 SOLVERS = ("auto", "minres", "gmres", "neumann")

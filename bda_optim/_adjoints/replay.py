@@ -1,78 +1,26 @@
-"""A rollout as one node of the autograd graph, whose backward pass replays steps from stored states.
-
-`torch.utils.checkpoint` cannot serve: around steps that take gradients it replays a segment once per inner gradient
-(640 step evaluations instead of 64 at K = 64).
-"""
+"""K steps that are replayed from stored states on the way back."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._context.environment import Ambient, fingerprints
-from .._support.tensors import is_differentiable
 from .._support.torch_private import version_of
 from .._support.tree import detach, replace_tensors, tensors
-from .base import Cotangents, Items, Result, Step, as_leaves, changed_in_place, pull_back, refuse_captured
+from .base import Cotangents, Items, Step, as_leaves, changed_in_place, pull_back, refuse_captured
 from .revolve import split
-from .storage import Kept, Ledger, Shelf
+from .storage import Kept, Ledger, Shelf, Stored, Taken
 
 READ_AGAIN = (
     "this rollout reads its batches twice, and got an iterable that can be read once. Pass a list, as in "
     "`list(itertools.islice(loader, steps))`, or use `Unroll()`, `Truncated(last=T)` or `ForwardMode()` without "
     "`compile`, which read them once."
 )
-
-
-def replayed(
-    step: Step,
-    state: Any,
-    hyper: tuple[Tensor, ...],
-    items: Items,
-    *,
-    starts: Sequence[int] | None,
-    slots: int = 0,
-    **options: Any,
-) -> Result:
-    """Run the loop as one node of the graph; the arguments are those of `Replay`."""
-    replay = Replay(step, state, hyper, items, starts=starts, slots=slots, **options)
-    leaves: tuple[Tensor, ...] = Replayed.apply(replay, *tensors(state), *hyper)  # type: ignore[no-untyped-call]
-    return replace_tensors(replay.last, leaves), replay.records
-
-
-def without_graph(step: Step, state: Any, hyper: tuple[Tensor, ...], items: Items) -> Result:
-    """Run the loop where nothing that was passed requires grad; in grad mode a captured tensor that does raises."""
-    inspect = torch.is_grad_enabled()
-    records = []
-    with torch.no_grad():
-        for item in items:
-            if inspect:
-                state, record, _ = step.record(state, hyper, item)
-                inspect = False
-            else:
-                state, record = step(state, hyper, item)
-            records.append(record)
-    return state, records
-
-
-class Stored(NamedTuple):
-    """A state from which steps can be replayed."""
-
-    kept: Kept
-    rng: Any
-
-
-class _Taken(NamedTuple):
-    """A step of a replayed segment: what its pull-back needs."""
-
-    state: Any
-    rng: Any
-    item: Any
-    saved: Any
 
 
 class Replay:
@@ -117,12 +65,12 @@ class Replay:
         self._state = detach(state)
         self._count = len(tensors(state))
         self._repeats = step.repeats
+        self._draws = step.draws
         self._recording = record
         self._keeps = step.keeps and not offload  # what is saved beside a state stays on its device
         self._ambient = Ambient(tensors(state), twice=step.twice)
         self._stored: dict[int, Stored] = {}
         self._saved: dict[int, Any] = {}
-        # With a state at every step none is copied or dropped, except to the host.
         self._all = starts is not None and len(starts) == len(items) and not offload
         self._shelf = Shelf(state, 0 if self._all else slots or len(self._positions()), offload=offload)
         self._batch_versions: list[list[int]] = []
@@ -142,7 +90,7 @@ class Replay:
         for number in range(end):
             if number in positions:
                 kept = self._shelf.put(state) if number else Kept(state, None)  # the caller's graph holds the first
-                self._stored[number] = Stored(kept, self._ambient.rng())
+                self._stored[number] = Stored(kept, self._rng())
             item = self._items[number]
             self._batch_versions.append([version_of(t) for t in tensors(item)])
             keep = self._recording or (self._starts is None and number == end - 1 and not self._repeats)
@@ -162,6 +110,9 @@ class Replay:
 
     def pull(self, leaves: Sequence[Tensor], cotangents: Cotangents) -> Cotangents:
         """Pull cotangents of the last state back to the initial one and to hyper."""
+        quick = self._pull_saved(cotangents)
+        if quick is not None:
+            return quick
         hyper = as_leaves(leaves[self._count :])
         total: Cotangents = [None] * len(hyper)
         end = len(self._items)
@@ -179,10 +130,26 @@ class Replay:
                         self._shelf.drop(self._stored.pop(stop).kept)
         return cotangents + total
 
+    def _pull_saved(self, cotangents: Cotangents) -> Cotangents | None:
+        """Do what `pull` does with what the first sweep saved; None where a step must be evaluated again."""
+        end = len(self._items)
+        if not self._all or len(self._saved) < end:
+            return None
+        total: Cotangents = [None] * (len(self.names) - self._count)
+        with torch.no_grad():
+            for number in reversed(range(end)):
+                self._item(number)
+                pulled = self._step.pull_saved(self._saved[number], cotangents)
+                if pulled is None:
+                    return None
+                cotangents = self._add(pulled, total)
+        self._saved.clear()
+        return cotangents + total
+
     def pull_on_tape(self, leaves: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> Cotangents:
         """Pull back through a rollout that is itself recorded, so that the result can be differentiated again."""
         with self._ambient.restored():
-            self._ambient.set_rng(self._stored[0].rng)
+            self._set_rng(self._stored[0].rng)
             # Views: the derivative is the partial one of each input, whatever else it depends on.
             inputs = [t.view_as(t) if t.requires_grad else t for t in leaves]
             state, hyper = self._split(self._state, inputs)
@@ -228,7 +195,7 @@ class Replay:
 
     def _advance(self, source: Stored, start: int, stop: int, hyper: tuple[Tensor, ...]) -> Stored:
         """Repeat steps from a stored state, and store the state they lead to."""
-        self._ambient.set_rng(source.rng)
+        self._set_rng(source.rng)
         state = self._shelf.get(source.kept)
         for number in range(start, stop):
             item = self._item(number)
@@ -242,7 +209,7 @@ class Replay:
                 if self._keeps and number == start:
                     self._saved[number] = saved
             self._compare_prints(number, state)
-        return Stored(self._shelf.put(state), self._ambient.rng())
+        return Stored(self._shelf.put(state), self._rng())
 
     def _segment(
         self,
@@ -256,14 +223,14 @@ class Replay:
         """Repeat the steps of a segment, and pull the cotangents through one after the other."""
         state = None
         if source is not None:
-            self._ambient.set_rng(source.rng)
+            self._set_rng(source.rng)
             state = self._shelf.get(source.kept)
         ledger = Ledger(stop - start)
         taken = []
         for number in range(start, stop):
             # A tape evaluates nothing again: it needs neither the state nor the random numbers.
             before = state if self._repeats else None
-            rng = self._ambient.rng() if self._repeats else None
+            rng = self._rng() if self._repeats else None
             # A second backward pass (retain_graph=True) records anew: as autograd does, the first frees its graph.
             saved = self._saved.pop(number, None)
             item = self._item(number) if saved is None or self._repeats else None
@@ -274,12 +241,11 @@ class Replay:
             elif number + 1 < stop:
                 state, record = self._step.advance(state, hyper, item, saved)
                 ledger.append(record)
-            taken.append(_Taken(before, rng, item, saved))
+            taken.append(Taken(before, rng, item, saved))
         records = ledger.records()
         while taken:
             before, rng, item, saved = taken.pop()
-            if rng is not None:
-                self._ambient.set_rng(rng)
+            self._set_rng(rng)
             cotangents = self._add(self._step.pull(before, hyper, item, cotangents, saved), total)
         if len(records) == stop - start:
             self._compare(start, stop, tensors(state), records)
@@ -297,6 +263,14 @@ class Replay:
         """If that was asked for, compare a repeated state with that of the first sweep, to the bit."""
         if self._prints is not None:
             self._ambient.compare_prints(fingerprints(tensors(state)), self._prints[number], number + 1)
+
+    def _rng(self) -> Any:
+        """Return the random state, if steps draw from it."""
+        return self._ambient.rng() if self._draws else None
+
+    def _set_rng(self, state: Any) -> None:
+        if state is not None:
+            self._ambient.set_rng(state)
 
     def _add(self, pulled: Cotangents, total: Cotangents) -> Cotangents:
         """Add the cotangents of hyper to their total; return those of the state."""
@@ -316,32 +290,6 @@ class Replay:
             if version_of(tensor) != version:
                 raise RuntimeError(changed_in_place(f"a tensor of the batch of step k={number + 1}", tensor))
         return item
-
-
-class Replayed(torch.autograd.Function):
-    """The K steps as one node of the graph: ``Replayed.apply(replay, *tensors_of_the_state, *hyper)``."""
-
-    @staticmethod
-    def forward(ctx: Any, replay: Replay, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Run the first sweep."""
-        ctx.replay, ctx.leaves, ctx.versions = replay, leaves, [version_of(t) for t in leaves]
-        ctx.save_for_backward(*leaves)
-        ctx.set_materialize_grads(False)
-        outputs = tuple(t.clone() for t in replay.sweep(leaves))
-        ctx.mark_non_differentiable(*(t for t in outputs if not is_differentiable(t)))
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Replay; on the tape if the caller wants a graph of the backward pass."""
-        replay: Replay = ctx.replay
-        for name, tensor, version in zip(replay.names, ctx.leaves, ctx.versions, strict=True):
-            if version_of(tensor) != version:
-                raise RuntimeError(changed_in_place(name, tensor))
-        leaves = ctx.saved_tensors  # a second backward without retain_graph raises here
-        if torch.is_grad_enabled():
-            return None, *replay.pull_on_tape(leaves, cotangents)
-        return None, *replay.pull(leaves, list(cotangents))
 
 
 def _joined(records: Any) -> list[Tensor]:

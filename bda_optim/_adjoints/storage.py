@@ -17,6 +17,22 @@ class Kept(NamedTuple):
     place: int | None
 
 
+class Stored(NamedTuple):
+    """A state from which steps can be replayed."""
+
+    kept: Kept
+    rng: Any
+
+
+class Taken(NamedTuple):
+    """A step of a replayed segment: what its pull-back needs."""
+
+    state: Any
+    rng: Any
+    item: Any
+    saved: Any
+
+
 class Shelf:
     """A fixed number of places for states, several of them in one block of memory.
 

@@ -25,7 +25,7 @@ from .._support.tensors import any_requires_grad
 from .._support.tree import detach, tensors
 from .base import Adjoint, Items, Result, as_step, check_adjoint
 from .implicit import Implicit
-from .replay import replayed
+from .node import replayed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from .._step.step import BDAStep
 from .._support.slots import Filler
 from .compiling import Choices, Progress, current, undisturbed
 from .program import Pair, Program
+from .same import Same, same_as
 from .trace_key import freeze
+from .units import Table
 
 _MOST_ENGINES = 8
 """The maximum number of problems kept that share a lower loss."""
@@ -22,6 +24,9 @@ _MOST_ENGINES = 8
 
 _MOST_SIZES = 3
 """The maximum number of different steps per call compiled for one problem, as K changes."""
+
+_MOST_MISSES = 16
+"""After so many problems of a family in a row that were not met again, no more of them are remembered."""
 
 _LEFT_OVER = 0.25
 """The largest share of K steps that may be left over and run uncompiled, if another number of steps divides K."""
@@ -43,6 +48,8 @@ class Engine:
         exact: Whether a cotangent that is missing may not be replaced by zeros.
         misses: How often in a row zeros in its place gave numbers that are not finite.
         inspected: Whether it is known what its steps depend on.
+        draws: Whether its steps draw random numbers, as far as is known.
+        tables: The numbers of whole rollouts, by what they are made from.
     """
 
     def __init__(self, choices: Choices) -> None:
@@ -59,6 +66,8 @@ class Engine:
         self.exact = False
         self.misses = 0
         self.inspected = False
+        self.draws = True
+        self.tables: dict[Hashable, Table] = {}
 
     def steps_per_call(self, steps: int) -> int:
         """Return how many of K steps share a call: a number that is compiled already, or one that divides K."""
@@ -83,22 +92,56 @@ class Engine:
 _engines: weakref.WeakKeyDictionary[Any, dict[Hashable, Engine]] = weakref.WeakKeyDictionary()
 
 
+class _Recent:
+    """The last problems of a family, so that the next rollout of one finds its engine without a key."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Same, Engine, list[weakref.ref[Tensor]]]] = []
+        self._misses = 0
+
+    def find(self, problem: Any) -> tuple[Engine, list[Tensor]] | None:
+        """Return the engine of a problem that is what it was, and the tensors that its functions hold."""
+        for same, engine, references in self._entries:
+            if same(problem):
+                self._misses = 0
+                return engine, [t for reference in references if (t := reference()) is not None]  # all are alive
+        return None
+
+    def add(self, problem: Any, engine: Engine, captured: Sequence[Tensor]) -> None:
+        """Remember a problem; after many that never came back, as with new data in each closure, none."""
+        self._misses += 1
+        if self._misses <= _MOST_MISSES:
+            self._entries = [(same_as(problem), engine, [weakref.ref(t) for t in captured]), *self._entries][
+                :_MOST_ENGINES
+            ]
+
+
+_recent: weakref.WeakKeyDictionary[Any, _Recent] = weakref.WeakKeyDictionary()
+
+
 def engine_of(step: BDAStep, mode: str) -> tuple[Engine, list[Tensor]]:
     """Return the engine of a problem, and the tensors that its functions hold."""
     update = step.update
     groups = [(group.members, _without_numbers(group.settings.unfilled())) for group in update.groups]
     parts = (step.lower, step.upper, step.objective, step.hyper, update.rule, groups, update.tasks)
-    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
     choices = current()
-    also = (step.constant_gradients, mode, str(casts), str(torch.get_default_dtype()), choices.cpp_wrapper)
-    key, captured = freeze((*parts, *also))
+    also = (step.constant_gradients, mode, casts, torch.get_default_dtype(), choices.cpp_wrapper)
     owner = getattr(step.lower, "__func__", step.lower)
     owner = getattr(owner, "__code__", owner)  # a lambda made anew in every upper iteration has the same code
     family = _engines.setdefault(owner, {})
+    if not family:
+        _recent[owner] = _Recent()
+    found = _recent[owner].find((*parts, *also))
+    if found is not None:
+        return found
+    key, captured = freeze((*parts, *also))
     if key not in family:
         while len(family) >= _MOST_ENGINES:
             del family[next(iter(family))]
+            _recent[owner] = _Recent()
         family[key] = Engine(choices)
+    _recent[owner].add((*parts, *also), family[key], captured)
     return family[key], captured
 
 

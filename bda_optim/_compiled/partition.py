@@ -43,7 +43,7 @@ def partition(joint: GraphModule, first: int, tangents: Sequence[int]) -> tuple[
     for node in nodes:
         if node.op == "call_function" and not later.isdisjoint(node.all_input_nodes):
             later.add(node)
-    drawn = [node for node in nodes if torch.Tag.nondeterministic_seeded in _tags(node)]
+    drawn = [node for node in nodes if draws_numbers(node)]
     if not later.isdisjoint(drawn):
         return None
     outputs = list(nodes[-1].args[0])
@@ -61,6 +61,11 @@ def partition(joint: GraphModule, first: int, tangents: Sequence[int]) -> tuple[
     start = min(tangents, default=len(inputs))
     back = _extract(joint, [*inputs[:start], *saved, *inputs[start:]], outputs[first:])
     return ahead, back, len(saved)
+
+
+def draws_numbers(node: Node) -> bool:
+    """Whether an operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in _tags(node)
 
 
 def _extract(
@@ -91,7 +96,7 @@ def _is_cheap(node: Node) -> bool:
     if node.target is operator.getitem:
         return _is_cheap(node.all_input_nodes[0])
     signature = schema(node.target)
-    if signature is None or torch.Tag.nondeterministic_seeded in _tags(node):
+    if signature is None or draws_numbers(node):
         return False
     if any(result.alias_info is not None for result in signature.returns):
         return True

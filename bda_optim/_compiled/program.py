@@ -18,7 +18,7 @@ from .failure import reads_a_value
 from .functional import functional
 from .inductor import compile_graph, reshape_views
 from .matmul import narrow, spell_out
-from .partition import partition
+from .partition import draws_numbers, partition
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -116,6 +116,9 @@ class Pair:
     steady: bool
     """Whether the state after it is laid out as the one before, so that it can follow itself."""
 
+    draws: bool
+    """Whether random numbers are drawn."""
+
     def versions(self, captured: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
         """Return the tensors of closures that both parts read, with their versions."""
         held = [captured[c] for c in self.ahead.constants if isinstance(c, int)]
@@ -162,7 +165,8 @@ def build_pair(
     back = Program(_compiled(parts[1], [*inputs, *saved, *tangents, *constants], choices), places, there[first:])
     if not agree([*outputs[:first], *back([*inputs, *saved, *tangents], extra)], result):
         return None
-    return Pair(ahead, back, all(layout(a) == layout(b) for a, b in zip(outputs, inputs[:state], strict=False)))
+    steady = all(layout(a) == layout(b) for a, b in zip(outputs, inputs[:state], strict=False))
+    return Pair(ahead, back, steady, any(map(draws_numbers, graph.graph.nodes)))
 
 
 def _compiled(graph: GraphModule, inputs: Sequence[Tensor], choices: Choices) -> Callable[..., Any]:

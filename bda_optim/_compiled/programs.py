@@ -85,7 +85,9 @@ class Programs:
             most = max(1, min(_MOST_STEPS, _MOST_OPERATIONS // operations))
             if not measured:
                 return most if max(t.numel() for t in (*flat, *self._captured)) <= _SMALL else 1
-            seconds = max(_seconds(sweep, flat) - operations * _OPERATION, 1e-9)
+            # The graph, not the step: `vmap` and autograd take longer than small kernels do.
+            with torch.no_grad():
+                seconds = max(_seconds(graph, flat) - operations * _OPERATION, 1e-9)
             return max(1, min(most, round(_CALL / (_SHARE * seconds))))
 
         decisions = self._decisions(part.form, flat)
@@ -119,7 +121,9 @@ class Programs:
                 engine.pairs[key] = None
             finally:
                 torch.set_rng_state(before)
-            engine.exact = engine.exact or engine.pairs[key] is None
+            pairs = engine.pairs.values()
+            engine.exact = engine.exact or None in pairs
+            engine.draws = any(pair is None or pair.draws for pair in pairs)
         return engine.pairs[key]
 
     def _built_pair(self, part: Part, values: Sequence[Tensor], hyper: Sequence[Tensor]) -> Pair | None:

@@ -26,16 +26,20 @@ from .._step.step import BDAStep
 from .._support.tensors import any_requires_grad, is_differentiable
 from .._support.torch_private import version_of
 from .._support.tree import detach, replace_tensors, tensors
-from .._support.types import Item
+from .._support.types import Item, Settings
 from .cache import engine_of
 from .functions import Functions
 from .program import Pair
 from .programs import Programs
 from .records import Losses, losses_of
-from .units import Part, Unit, Units, is_number
+from .units import Part, Table, Unit, Units, is_number, made_of
 
 _MOST_MISSES = 3
 """After so many pull-backs in a row in which zeros for missing cotangents gave infinite numbers, none are put in."""
+
+
+_MOST_TABLES = 8
+"""The maximum number of tables kept for one problem, as K or the rates change."""
 
 
 class _Link(NamedTuple):
@@ -92,19 +96,41 @@ class CompiledStep(Step):
 
     def units(self, items: Sequence[Item], *, joined: bool = False) -> Sequence[Unit]:
         """Divide items into units: one for each call, or one for all calls."""
-        units = Units(items, *self._table(items))
-        self._engine.pulled |= joined  # by `Unroll`: these steps are recorded, or `Truncated` records those that follow
-        if self._engine.most is None:
-            self._engine.most = self._programs.most_steps(units.part(0, 1), tensors(self._state), self._hyper)
-        return units.divided(self._engine.steps_per_call(len(items)), joined=joined and not self._engine.exact)
+        engine = self._engine
+        engine.pulled |= joined  # by `Unroll`: these steps are recorded, or `Truncated` records those that follow
+        joined = joined and not engine.exact
+        table = self._table(items)
+        if engine.most is None:
+            part = Units(items, table).part(0, 1)
+            engine.most = self._programs.most_steps(part, tensors(self._state), self._hyper)
+        size = engine.steps_per_call(len(items))
+        if getattr(items, "has_batches", True):
+            return Units(items, table).divided(size, joined=joined)
+        if (size, joined) not in table.plans:
+            bare = [Item(item.k) for item in items]  # a plan must not hold what belongs to a rollout
+            table.plans[size, joined] = Units(bare, table).divided(size, joined=joined)
+        return table.plans[size, joined]
 
-    def _table(self, items: Sequence[Item]) -> tuple[Tensor, list[tuple[str, ...]]]:
-        """Return a row of numbers for each step (k, rates, weights), and what kind of weights it has."""
-        rows = []
-        modes = []
+    def _table(self, items: Sequence[Item]) -> Table:
+        """Return the numbers of each step: those of an earlier rollout, if they are the same."""
         groups = [group.settings.fill(self._hyper) for group in self._step.update.groups]
         first = getattr(items, "first_k", 1)  # the items themselves are read later, each once
-        for k in range(first, first + len(items)):
+        columns = tuple(map(made_of, groups))
+        key = (first, len(items), self._device, columns)
+        known = self._engine.tables
+        if None not in columns and key in known:
+            return known[key]
+        table = Table(*self._rows(groups, range(first, first + len(items))))
+        if None not in columns:
+            while len(known) >= _MOST_TABLES:
+                del known[next(iter(known))]
+            known[key] = table
+        return table
+
+    def _rows(self, groups: Sequence[Settings], steps: range) -> tuple[Tensor, list[tuple[str, ...]]]:
+        rows = []
+        modes = []
+        for k in steps:
             settings = [at_step(group, k) for group in groups]
             weights = [chosen["alpha"] for chosen in settings]
             rates = [float(s[name]) for s, names in zip(settings, self._functions.plain, strict=True) for name in names]
@@ -144,11 +170,20 @@ class CompiledStep(Step):
     ) -> Cotangents:
         """Pull cotangents of the state after a unit back to the state before it and to hyper."""
         pulled: Cotangents | None = None
-        if isinstance(saved, _Chain):
-            pulled = self._backward(saved, tensors(state), cotangents)
+        if isinstance(saved, _Chain) and saved.links:
+            pulled = self._backward(saved, cotangents)
         elif saved is None and unit.plan.compiled and len(unit.plan.parts) == 1 and not self._engine.broken:
             pulled = self._programs.run("pull", unit.plan.parts[0], tensors(state), hyper, cotangents)
         return super().pull(state, hyper, unit, cotangents, saved) if pulled is None else pulled
+
+    def pull_saved(self, saved: Any, cotangents: Cotangents) -> Cotangents | None:
+        """Pull cotangents back by compiled calls alone; None where user code would have to run."""
+        return self._backward(saved, cotangents) if isinstance(saved, _Chain) and saved.links else None
+
+    @property
+    def draws(self) -> bool:  # type: ignore[override]
+        """Whether the steps draw random numbers, as far as is known."""
+        return self._engine.draws
 
     def push(
         self, state: Any, hyper: Sequence[Tensor], unit: Unit, tangents: Tangents
@@ -216,7 +251,7 @@ class CompiledStep(Step):
         state, losses = self._uncompiled(replace_tensors(self._state, values), hyper, [part])
         return tensors(state), losses
 
-    def _backward(self, chain: _Chain, values: Sequence[Tensor], cotangents: Cotangents) -> Cotangents | None:
+    def _backward(self, chain: _Chain, cotangents: Cotangents) -> Cotangents | None:
         """Pull cotangents back through a chain of calls.
 
         A cotangent that is missing is zero. Zeros in its place give the same result, unless they meet a derivative
@@ -235,7 +270,7 @@ class CompiledStep(Step):
                 last = pair
                 extra = pair.back.extra(self._captured)
             given = []
-            for value, cotangent, there in zip(values, cotangents, self._where, strict=True):
+            for value, cotangent, there in zip(inputs, cotangents, self._where, strict=False):
                 if there:
                     replaced = replaced or cotangent is None
                     given.append(torch.zeros_like(value) if cotangent is None else cotangent.contiguous())
@@ -248,6 +283,7 @@ class CompiledStep(Step):
         if replaced and not all(bool(t.isfinite().all()) for t in pulled if t is not None):
             self._engine.misses += 1
             self._engine.exact = self._engine.misses > _MOST_MISSES
+            chain.links.clear()  # it is of no use
             return None
         self._engine.misses = 0
         return pulled

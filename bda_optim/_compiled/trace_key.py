@@ -22,8 +22,8 @@ from .._support.slots import Keyed
 from .._support.tensors import layout
 from .._support.torch_private import hook_counts
 
-_DEPTH = 3  # so many functions and objects are followed: a loss, a helper it calls, what that refers to
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
+DEPTH = 3  # so many functions and objects are followed: a loss, a helper it calls, what that refers to
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 
 
 class Ref:
@@ -41,6 +41,10 @@ class Ref:
         own = self._get()
         return isinstance(other, Ref) and own is not None and own is other._get()
 
+    def refers_to(self, value: Any) -> bool:
+        """Whether this is the object, and alive."""
+        return value is not None and self._get() is value
+
     def __hash__(self) -> int:
         """Return the hash of the identity."""
         return self._hash
@@ -54,7 +58,7 @@ def freeze(value: Any) -> tuple[Hashable, list[Tensor]]:
     False
     """
     walker = _Walker()
-    return walker.visit(value, _DEPTH), walker.tensors
+    return walker.visit(value, DEPTH), walker.tensors
 
 
 class _Walker:
@@ -64,7 +68,7 @@ class _Walker:
         self._keep: list[Any] = []
 
     def visit(self, value: Any, depth: int) -> Hashable:
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             return type(value).__name__, value
         if id(value) in self._seen:
             return "again", self._seen[id(value)]
@@ -77,7 +81,7 @@ class _Walker:
 
     def _visit_object(self, value: Any, depth: int) -> Hashable:
         if isinstance(value, Keyed):  # as deep as it goes: it says itself what it depends on, however it is nested
-            return type(value).__name__, self.visit(value.key(), _DEPTH)
+            return type(value).__name__, self.visit(value.key(), DEPTH)
         if isinstance(value, list | tuple):  # a container is no step away: what it holds is compared, not itself
             return type(value).__name__, tuple(self.visit(item, depth) for item in value)
         if isinstance(value, dict):
@@ -85,7 +89,7 @@ class _Walker:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
             return type(value).__name__, self.visit(fields, depth)
-        if depth <= 0 or isinstance(value, types.ModuleType | types.BuiltinFunctionType):
+        if not is_followed(value, depth):
             return Ref(value)
         if isinstance(value, types.FunctionType):
             return self._visit_function(value, depth - 1)
@@ -94,36 +98,41 @@ class _Walker:
         if isinstance(value, functools.partial):
             return "partial", self.visit((value.func, value.args, value.keywords), depth - 1)
         if isinstance(value, nn.Module):
-            return "module", Ref(value), tuple(_configuration(value)), self._loose(value, depth - 1)
-        if hasattr(value, "__dict__"):
-            return Ref(value), self.visit(vars(value), depth - 1)
-        return Ref(value)
+            return "module", Ref(value), tuple(configuration(value)), self.visit(loose_tensors(value), depth - 1)
+        return Ref(value), self.visit(vars(value), depth - 1)
 
     def _visit_function(self, function: types.FunctionType, depth: int) -> Hashable:
         code = function.__code__
-        if (function.__module__ or "").split(".")[0] in ("torch", "bda_optim"):
-            return Ref(function)
         cells = [cell.cell_contents for cell in function.__closure__ or () if cell_is_filled(cell)]
-        names = [name for name in _names(code) if name in function.__globals__]
+        names = [name for name in global_names(code) if name in function.__globals__]
         used = [function.__globals__[name] for name in names]
         inside = (cells, used, function.__defaults__, function.__kwdefaults__)
         return Ref(code), self.visit(inside, depth)
 
-    def _loose(self, module: nn.Module, depth: int) -> Hashable:
-        """Look at tensors that a module holds as plain attributes, which are neither parameters nor buffers."""
-        plain = {
-            f"{name}.{key}": value
-            for name, child in module.named_modules()
-            for key, value in vars(child).items()
-            if isinstance(value, Tensor)
-        }
-        return self.visit(plain, depth)
+
+def is_followed(value: Any, depth: int) -> bool:
+    """Whether an object is looked into, and not only compared by identity."""
+    if depth <= 0 or isinstance(value, types.ModuleType | types.BuiltinFunctionType):
+        return False
+    if isinstance(value, types.FunctionType):
+        return (value.__module__ or "").split(".")[0] not in ("torch", "bda_optim")
+    return isinstance(value, types.MethodType | functools.partial | nn.Module) or hasattr(value, "__dict__")
 
 
-def _configuration(module: nn.Module) -> Iterator[Hashable]:
+def loose_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a module holds as plain attributes, which are neither parameters nor buffers."""
+    return {
+        f"{name}.{key}": value
+        for name, child in module.named_modules()
+        for key, value in vars(child).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def configuration(module: nn.Module) -> Iterator[Hashable]:
     """Yield the classes, flags and numbers of a module tree: what decides which operations it runs."""
     for name, child in module.named_modules():
-        plain = ((key, value) for key, value in vars(child).items() if isinstance(value, _PLAIN))
+        plain = ((key, value) for key, value in vars(child).items() if isinstance(value, PLAIN))
         yield name, type(child), tuple(plain), *hook_counts(child)
 
 
@@ -136,7 +145,7 @@ def cell_is_filled(cell: Any) -> bool:
     return True
 
 
-def _names(code: types.CodeType) -> list[str]:
+def global_names(code: types.CodeType) -> list[str]:
     """Return the global names that a function and the functions inside it may use."""
-    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _names(const)]
+    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in global_names(const)]
     return [*code.co_names, *inner]

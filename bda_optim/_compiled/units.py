@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._step.schedules import Schedule
 from .._support.slots import Slot
 from .._support.tensors import layout
 from .._support.tree import flatten, tensors, unflatten
-from .._support.types import Item
+from .._support.types import Item, Settings
 from .trace_key import freeze
 
 
@@ -67,13 +68,47 @@ class _Nth:
     index: int
 
 
+@dataclasses.dataclass(eq=False)
+class Table:
+    """The numbers of a rollout: what its programs take for k, rates and weights.
+
+    Attributes:
+        rows: A row for each step.
+        modes: What kind of weights each step has, per group.
+        plans: The units of rollouts without batches, by the size of a part and whether all parts are joined.
+    """
+
+    rows: Tensor
+    modes: list[tuple[str, ...]]
+    plans: dict[tuple[int, bool], Units] = dataclasses.field(default_factory=dict)
+
+
+def made_of(settings: Settings) -> Hashable | None:
+    """Return what a group's column of a table is made from; None if that cannot be compared, as of a user's function.
+
+    >>> made_of({"lr": 0.1, "upper_lr": None, "alpha": lambda k: 0.5 / k})
+    """
+    found = tuple(_constant(settings[name]) for name in ("lr", "upper_lr", "alpha"))
+    return None if None in found else found
+
+
+def _constant(value: Any) -> Hashable | None:
+    if is_number(value):
+        return float(value)
+    if value is None or isinstance(value, Tensor | list):
+        return type(value).__name__  # tensors are inputs of a program, and no part of its table
+    if isinstance(value, Schedule) and all(map(is_number, vars(value).values())):
+        return type(value), tuple(vars(value).values())
+    return None
+
+
 class Units(Sequence[Unit]):
     """Items divided into units; a batch is read when its unit is asked for, and known units are kept."""
 
-    def __init__(self, items: Sequence[Item], table: Tensor, modes: Sequence[tuple[str, ...]]) -> None:
+    def __init__(self, items: Sequence[Item], table: Table) -> None:
         self._items = items
-        self._table = table
-        self._modes = modes
+        self._table = table.rows
+        self._modes = table.modes
         self._kept = getattr(items, "eager", True)  # the batches are held by their list anyway
         self._last_read: tuple[int, Item] | None = None
         self._bounds: list[list[tuple[int, int]]] = []
@@ -170,6 +205,8 @@ def with_tensor_counts(state: Any, shape: tuple[int, ...] = ()) -> Any:
 def with_plain_counts(state: Any, like: Any) -> Any:
     """Undo `with_tensor_counts`: what is a number in `like` becomes one again."""
     leaves, spec = flatten(like)
+    if not any(map(is_number, leaves)):
+        return state
     pairs = zip(flatten(state)[0], leaves, strict=True)
     return unflatten([type(old)(new.max().item()) if is_number(old) else new for new, old in pairs], spec)
 

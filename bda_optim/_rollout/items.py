@@ -53,6 +53,11 @@ class Items(Sequence[Item]):
         return len(self._numbers)
 
     @property
+    def has_batches(self) -> bool:
+        """Whether there is anything but k in an item."""
+        return self._batches is not None
+
+    @property
     def first_k(self) -> int:
         """The number k of the first step."""
         return self._numbers[0] + 1

@@ -79,8 +79,14 @@ def all_finite(records: Sequence[Record], params: Sequence[Tensor]) -> bool:
     losses = [loss for row in rows for loss in row if loss is not None]
     scalars = not any([loss.dim() for loss in losses])
     joined = torch.stack(losses) if scalars else torch.cat([loss.reshape(-1) for loss in losses])
+    if sum(p.numel() for p in params) <= _SMALL and all(p.device == joined.device for p in params):
+        return bool(torch.isfinite(torch.cat([joined, *(p.detach().reshape(-1) for p in params)])).all())
     flags = [torch.isfinite(p).all().to(params[0].device) for p in params]
     return bool(torch.stack([torch.isfinite(joined).all().to(params[0].device), *flags]).all())
+
+
+_SMALL = 10_000
+"""Parameters with up to so many numbers are copied, to be looked at together with the losses."""
 
 
 def first_bad_loss(records: Sequence[Record]) -> tuple[int, str] | None:

@@ -67,12 +67,16 @@ Objective: TypeAlias = Callable[[Loss, Sequence[Tensor], Buffers, Sequence[Tenso
 """``objective(loss, params, buffers, hyper, batch)`` -> the loss at flat tensors, and the buffers as it left them."""
 
 
+_PLACE = torch.empty(0, device="cpu")
+"""Stands for a tensor of a tree."""
+
+
 class TreeObjective(Keyed):
     """Losses of a tree of tensors."""
 
     def __init__(self, params: Any, hyper: Template) -> None:
         """Remember the shape of both trees."""
-        self._params, self._hyper = map_tensors(lambda t: torch.empty(0), params), hyper
+        self._params, self._hyper = map_tensors(lambda t: _PLACE, params), hyper
 
     def key(self) -> Any:
         """Return what a trace depends on."""

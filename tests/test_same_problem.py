@@ -1,0 +1,127 @@
+"""A problem that is still what it was finds its engine without a key; whatever changed is noticed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bda_optim._compiled import trace_key
+from bda_optim._compiled.same import same_as
+
+scale = 2.0
+
+
+@dataclasses.dataclass
+class Options:
+    rate: float
+    loss: Any = None
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.level = 1
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.level * x
+
+
+def closure(value: Any) -> Callable[..., Any]:
+    return lambda x: x * value
+
+
+def uses_global(x: Tensor) -> Tensor:
+    return scale * x
+
+
+def default(x: Tensor, factor: float = 2.0) -> Tensor:
+    return factor * x
+
+
+TENSOR = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, "a", None, torch.float64, TENSOR, [1, TENSOR], {"a": (1, 2)}, Options(0.1), closure(3), closure(TENSOR),
+     closure([1, 2]), uses_global, nn.Linear(2, 2), Plain().loss, functools.partial(default, factor=3.0), torch.tanh],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_the_same_is_found(value: Any) -> None:
+    same = same_as((value, value))
+    assert same((value, value))
+    assert not same((value, 17.5)) and not same([value, value]) and not same((value,))
+
+
+def test_functions_and_dataclasses_made_anew() -> None:
+    assert same_as(closure(3))(closure(3)) and not same_as(closure(3))(closure(4))
+    assert same_as(Options(0.1))(Options(0.1)) and not same_as(Options(0.1))(Options(0.2))
+    assert not same_as(closure(torch.ones(1)))(closure(torch.ones(1)))  # other data: a new look at its layout
+    assert not same_as(1)(1.0) and not same_as(closure(3))(lambda x: x)
+
+
+def changes() -> dict[str, tuple[Any, Callable[[], Any]]]:
+    """What is looked at, and how it changes."""
+    net, plain, options = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), Plain(), Options(0.1, default)
+    items, table, tensor = [1, 2], {"a": 1}, torch.ones(2)
+
+    def own(x: Tensor, factor: float = 1.0) -> Tensor:
+        return factor * x
+
+    return {
+        "a flag of a module": (closure(net), net.eval),
+        "a number of a module": (closure(net), lambda: setattr(net[1], "p", 0.2)),
+        "a hook": (closure(net), lambda: net[0].register_forward_hook(lambda *a: None)),
+        "a loose tensor": (closure(net), lambda: setattr(net[0], "mask", torch.ones(1))),
+        "an attribute": (plain.loss, lambda: setattr(plain, "level", 2)),
+        "a field": (closure(options), lambda: setattr(options, "rate", 0.2)),
+        "a list": (closure(items), lambda: items.append(3)),
+        "an entry": (closure(table), lambda: table.update(a=2)),
+        "a key": (closure(table), lambda: table.update(b=2)),
+        "a layout": (closure(tensor), lambda: tensor.requires_grad_()),
+        "a default": (own, lambda: setattr(own, "__defaults__", (2.0,))),
+        "a global": (uses_global, lambda: globals().update(scale=globals()["scale"] + 1)),
+    }
+
+
+@pytest.mark.parametrize("what", changes())
+def test_what_changed_is_noticed(what: str) -> None:
+    """Where the key of `freeze` changes, the answer is no; also where the object is met at two places."""
+    value, change = changes()[what]
+    problem = (value, [value])
+    same, key = same_as(problem), trace_key.freeze(problem)[0]
+    assert same(problem)
+    change()
+    assert trace_key.freeze(problem)[0] != key
+    assert not same(problem)
+
+
+def test_an_object_at_two_places_is_the_same_at_both() -> None:
+    cell = [1]
+    one, other = closure(cell), closure(cell)
+    same = same_as((one, one))
+    assert same((one, one)) and not same((one, other)) and not same((other, one))
+
+
+def test_a_container_that_holds_itself() -> None:
+    items: list[Any] = [1]
+    items.append(items)
+    assert not same_as(closure(items))(closure(items))
+
+
+def test_nothing_is_kept_alive() -> None:
+    tensor, net = torch.ones(3), nn.Linear(2, 2)
+    function = closure((tensor, net))
+    same = same_as(function)
+    references = [weakref.ref(x) for x in (tensor, net, function)]
+    del tensor, net, function
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+    assert not same(closure((torch.ones(3), nn.Linear(2, 2))))
