@@ -10,7 +10,9 @@ import sys
 
 from ._common import ROOT
 
-SCRIPTS = ("against_peers", "memory_vs_k", "tasks", "adjoints", "implicit_peers", "large_models", "scale")
+SCRIPTS = (
+    "against_peers", "memory_vs_k", "tasks", "adjoints", "implicit_peers", "large_models", "scale", "first_call", "passes",
+)  # fmt: skip
 
 
 def main(argv: list[str]) -> int:

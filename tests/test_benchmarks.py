@@ -99,6 +99,21 @@ def test_scale(tmp_path: Path) -> None:
         assert efficiency == sorted(efficiency, reverse=True) and 0 < efficiency[-1] < efficiency[0] < 1
 
 
+@pytest.mark.slow
+def test_first_call(tmp_path: Path) -> None:
+    found = smoke("first_call", tmp_path, "--only", "counterexample", "heads")
+    for workload in found["workloads"]:
+        (entry,) = workload["entries"]
+        assert workload["agree"] and all(entry[turn]["cpu_s"] > 0 for turn in ("cold", "second"))
+
+
+@pytest.mark.slow
+def test_passes(tmp_path: Path) -> None:
+    found = smoke("passes", tmp_path)
+    assert all(workload["agree"] for workload in found["workloads"])
+    assert len(found["verdicts"]) == 5, "one per pass"
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_header_is_question_and_output(script: str) -> None:
     header = (ROOT / "benchmarks" / f"{script}.py").read_text("utf-8").split('"""')[1]

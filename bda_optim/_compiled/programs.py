@@ -100,7 +100,7 @@ class Programs:
         shapes = [layout(t) for t in (*flat, *self._captured)]
         rule = (step.update.rule.name, step.update.tasks, form.modes, step.constant_gradients)
         limits = (_MOST_STEPS, _MOST_OPERATIONS, _CALL, _OPERATION, _SHARE)
-        return Decisions(f"{codes} {shapes} {rule} {self._mode} {limits}")
+        return Decisions(f"graph {codes} {shapes} {rule} {self._mode} {limits}")
 
     def pair(self, part: Part, values: Sequence[Tensor], hyper: Sequence[Tensor]) -> Pair | None:
         """Return a program of the steps and its pull-back; None if they are not compiled together."""
@@ -229,12 +229,16 @@ def _fastest(functions: dict[str, Function], inputs: Sequence[Tensor]) -> str:
 
 
 def _seconds(function: Function, inputs: Sequence[Tensor], rounds: int = 5) -> float:
-    """Return the shortest time of some calls; the random state is as before."""
+    """Return the shortest time of some calls; the random state is as before.
+
+    With one thread the time of this thread counts, whatever else the machine does meanwhile.
+    """
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     before = torch.get_rng_state()
     times = []
     for _ in range(rounds):
-        start = time.perf_counter()
+        start = clock()
         function(*inputs)
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
         torch.set_rng_state(before)
     return min(times)

@@ -29,7 +29,18 @@ import torch
 
 import bda_optim
 
-PARTS: tuple[str, ...] = ("fuzz", "mutants", "layers", "awkward", "faults", "interrupts", "kills", "threads", "memory")
+PARTS: tuple[str, ...] = (
+    "fuzz",
+    "compiled",
+    "mutants",
+    "layers",
+    "awkward",
+    "faults",
+    "interrupts",
+    "kills",
+    "threads",
+    "memory",
+)
 """The names of the parts; each is a module of this package."""
 
 RESULTS = Path(__file__).parent / "results"
