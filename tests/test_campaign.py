@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from campaign import awkward, fuzz, later, layers, matrix, registry
+from campaign import awkward, compiled, fuzz, later, layers, matrix, package, registry
 from campaign.draw import draw
 
 from bda_optim._context import forward
 from bda_optim._modules import skeleton
 
 
-@pytest.mark.parametrize("name", registry.PARTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "compiled" else ()) for name in registry.PARTS]
+)
 def test_bounded_part(name: str, record_property: Any) -> None:
     result = registry.smoke(name)
     record_property("table", "\n".join([*result.get("table", ()), registry.table({name: result})]))
@@ -23,7 +25,7 @@ def test_bounded_part(name: str, record_property: Any) -> None:
     assert not result["failures"], "\n".join(result["failures"])
 
 
-@pytest.mark.parametrize("name", registry.PARTS)
+@pytest.mark.parametrize("name", [name for name in registry.PARTS if name != "compiled"])
 def test_full_run_is_recorded_and_found_nothing(name: str) -> None:
     """What the README says was measured: by `python -m tests.campaign NAME --record`."""
     result = registry.read(name)
@@ -38,6 +40,29 @@ def test_the_full_run_with_later_options_is_recorded_and_found_nothing() -> None
     result = registry.read("fuzz_later")
     assert result is not None and result["count"] >= 1000 and result["failures"] == []
     assert fuzz.row(result)
+
+
+def test_compiled_configurations_are_those_of_the_frozen_list() -> None:
+    drawn = [compiled.draw_compiled(compiled.BOUNDED_SEED, number) for number in range(60)]
+    configs = [config for config in drawn if config is not None]
+    assert len(configs) > 30 and {config.compile for config in configs} == set(compiled.MODES)
+    for config in configs:
+        frozen = draw(config.seed, config.number)
+        assert dataclasses.replace(config, compile=frozen.compile, dtype=frozen.dtype, chunk=frozen.chunk) == frozen
+
+
+def test_a_wrong_compiled_number_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The campaign compares with its own loop, not with the uncompiled steps of the package."""
+    config = next(c for n in range(99) if (c := compiled.draw_compiled(0, n)) and c.style == "hypergradient")
+    gradients = package.gradients
+    off = lambda problem, how: (lambda value, grads, ends: (value, [1.01 * g for g in grads], ends))(  # noqa: E731
+        *gradients(problem, how)
+    )
+    with package.traced():
+        assert compiled.check(config) == "compiled"
+        monkeypatch.setattr(package, "gradients", off)
+        with pytest.raises(fuzz.Wrong, match="derivative"):
+            compiled.check(config)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,50 @@ def test_tasks() -> None:
     torch.testing.assert_close(list(got.trace), list(want.trace))
 
 
+@pytest.mark.parametrize("inside", ["forward", "backward"])
+def test_the_backward_pass_runs_with_the_autocast_of_the_rollout(inside: str) -> None:
+    """A second rollout finds everything again; its pull-back is the same inside of autocast and outside."""
+    weight = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+    grads = []
+    for compile in (False, True, True):  # autograd itself would multiply in bfloat16
+        x = torch.full((3,), 0.3, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside == "forward"):
+            y = bda.rollout(
+                lambda y, x, b: ((y @ weight - x) ** 2).sum(), None, torch.ones(3), x, steps=6, lr=0.05, compile=compile
+            )
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=compile and inside == "backward"):
+            grads.append(torch.autograd.grad(y.sum(), x)[0])
+    tolerance = {"rtol": 0.05, "atol": 0.02} if inside == "forward" else {}
+    torch.testing.assert_close(grads[1], grads[0], **tolerance)
+    torch.testing.assert_close(grads[2], grads[1], rtol=0, atol=0)
+
+
+def test_a_rollout_that_draws_nothing_leaves_the_random_state_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    solve(compile=True)
+    (engine,) = next(iter(cache._engines.values())).values()
+    assert not engine.draws
+    before = torch.get_rng_state()
+    want = solve(compile=True, adjoint=bda.Checkpointed()).grad
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.testing.assert_close(want, solve().grad)
+
+
+def test_numbers_and_plans_are_found_again() -> None:
+    schedule = bda.harmonic(0.5)
+    for _ in range(2):
+        solve(compile=True, alpha=schedule)
+        solve(compile=True, alpha=bda.harmonic(0.5))  # equal numbers
+    (engine,) = next(iter(cache._engines.values())).values()
+    (table,) = engine.tables.values()
+    assert len(table.plans) == 1
+    got = [solve(compile=True, alpha=lambda k, c=c: c / k).grad for c in (0.1, 0.4)]  # a function is asked every time
+    want = [solve(alpha=lambda k, c=c: c / k).grad for c in (0.1, 0.4)]
+    torch.testing.assert_close(got, want)
+    for lr in (0.01 * k for k in range(1, 12)):
+        torch.testing.assert_close(solve(compile=True, alpha=schedule, lr=lr).grad, solve(alpha=schedule, lr=lr).grad)
+    assert len(engine.tables) <= 8
+
+
 def test_a_divergence_names_its_step() -> None:
     with pytest.raises(FloatingPointError, match="k=") as compiled:
         solve(lr=1e200, compile=True)

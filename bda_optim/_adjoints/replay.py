@@ -110,7 +110,7 @@ class Replay:
 
     def pull(self, leaves: Sequence[Tensor], cotangents: Cotangents) -> Cotangents:
         """Pull cotangents of the last state back to the initial one and to hyper."""
-        quick = self._pull_saved(cotangents)
+        quick = self._pull_saved(len(leaves) - self._count, cotangents)
         if quick is not None:
             return quick
         hyper = as_leaves(leaves[self._count :])
@@ -130,12 +130,12 @@ class Replay:
                         self._shelf.drop(self._stored.pop(stop).kept)
         return cotangents + total
 
-    def _pull_saved(self, cotangents: Cotangents) -> Cotangents | None:
-        """Do what `pull` does with what the first sweep saved; None where a step must be evaluated again."""
+    def _pull_saved(self, count: int, cotangents: Cotangents) -> Cotangents | None:
+        """Do what `pull` does, for `count` upper variables, by what was saved alone; None if that does not suffice."""
         end = len(self._items)
-        if not self._all or len(self._saved) < end:
+        if not self._all or len(self._saved) < end or not self._ambient.holds():
             return None
-        total: Cotangents = [None] * (len(self.names) - self._count)
+        total: Cotangents = [None] * count
         with torch.no_grad():
             for number in reversed(range(end)):
                 self._item(number)

@@ -26,12 +26,19 @@ class Ambient:
         """
         self._twice = twice
         self._sample = [t for t in sample if t.device.type not in ("cpu", "meta")]
-        kinds = {"cpu", *(t.device.type for t in self._sample)}
-        self._autocast = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in sorted(kinds)]
+        self._kinds = sorted({"cpu", *(t.device.type for t in self._sample)})
+        self._autocast = self._casts()
         self._dtype = torch.get_default_dtype()
         self._far: dict[torch.device, Tensor] = {}
         self._changed: list[tuple[int, Tensor]] = []
         self._last_rng: Tensor | None = None
+
+    def _casts(self) -> list[tuple[str, torch.dtype, bool]]:
+        return [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in self._kinds]
+
+    def holds(self) -> bool:
+        """Whether autocast is as it was."""
+        return self._casts() == self._autocast
 
     def rng(self) -> Any:
         """Return the global random state of the CPU and of the devices in use."""
