@@ -11,7 +11,8 @@ import sys
 from ._common import ROOT
 
 SCRIPTS = (
-    "against_peers", "memory_vs_k", "tasks", "adjoints", "implicit_peers", "large_models", "scale", "first_call", "passes",
+    "against_peers", "memory_vs_k", "tasks", "adjoints", "implicit_peers", "large_models", "scale", "first_call",
+    "passes",
 )  # fmt: skip
 
 

@@ -14,7 +14,8 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ["against_peers", "memory_vs_k", "tasks", "adjoints", "implicit_peers", "large_models", "scale"]
+SCRIPTS = ["against_peers", "memory_vs_k", "tasks", "adjoints", "implicit_peers", "large_models", "scale", "first_call"]
+SCRIPTS += ["passes"]
 
 
 def smoke(script: str, out: Path, *options: str) -> dict[str, object]:
