@@ -85,7 +85,7 @@ def gpt2(layers: int, width: int, length: int) -> nn.Module:
 
     drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     sizes = dict(vocab_size=WORDS, n_layer=layers, n_embd=width, n_head=max(2, width // 32), n_positions=length)
-    also = dict(use_cache=False, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM")
+    also = dict(use_cache=False, bos_token_id=0, eos_token_id=0)
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drop, **also))
 
 

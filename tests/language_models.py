@@ -29,7 +29,7 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
 
     drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     sizes = dict(vocab_size=WORDS, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=LENGTH)
-    config = transformers.GPT2Config(**sizes, **drop, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM")
+    config = transformers.GPT2Config(**sizes, **drop, bos_token_id=0, eos_token_id=0)
     return transformers.GPT2LMHeadModel(config)
 
 
