@@ -21,8 +21,8 @@ from ._rollout.accumulate import Accumulate, check_accumulate, splitter
 from ._rollout.divergence import check_choice, watched
 from ._rollout.items import Items, in_chunks
 from ._rollout.losses import Trace, trace_of
-from ._rollout.state import expand, join
-from ._step.aggregation import at_step, needs_upper
+from ._rollout.state import at_home, expand, join
+from ._rollout.weights import Weights
 from ._step.objective import Loss, ModuleObjective, Objective, check_loss, explained
 from ._step.step import BDAStep
 from ._step.tasks import TaskMapper, TasksObjective
@@ -114,7 +114,7 @@ class Solution(NamedTuple):
 
 def solve(lower: Loss, upper: Loss | None, start: Start, loop: Loop) -> Solution:
     """Run K inner steps, chunk by chunk of tasks."""
-    check(lower, upper, start, loop)
+    weights = check(lower, upper, start, loop)
     if inside_transform():
         loop = _transformable(loop)
     # A compiled program batches the tasks, whatever an uncompiled rollout chose: it would have B copies of a step.
@@ -123,7 +123,7 @@ def solve(lower: Loss, upper: Loss | None, start: Start, loop: Loop) -> Solution
     parts = []
     for part in loop.chunks():
         over = mapper if mapper is None or mapper.tasks == part.tasks else TaskMapper(part.tasks or 1, module=module)
-        parts.append(_run(lower, upper, start, part, over))
+        parts.append(_run(lower, upper, start, part, over, weights))
     return Solution(*join(parts), mapper)
 
 
@@ -157,15 +157,13 @@ def warn_without_graph(params: Sequence[Tensor], start: Start) -> None:
         )
 
 
-def check(lower: Loss, upper: Loss | None, start: Start, loop: Loop) -> None:
-    """Raise where a rollout cannot run as it is asked for."""
+def check(lower: Loss, upper: Loss | None, start: Start, loop: Loop) -> Weights:
+    """Raise where a rollout cannot run as it is asked for; return the weights that are still to be looked at."""
     check_ambient()
     check_loss("lower", lower)
     if upper is not None:
         check_loss("upper", upper)
-    if not inside_transform():
-        for _, settings in start.groups:
-            _check_alpha(upper, settings, loop.steps)
+    return Weights([] if inside_transform() else [settings for _, settings in start.groups], upper, loop.steps)
 
 
 class Prepared(NamedTuple):
@@ -187,6 +185,7 @@ def prepare(lower: Loss, upper: Loss | None, start: Start, loop: Loop, mapper: T
     state = start.state if loop.tasks is None else expand(start.state, loop.tasks, start.rule)
     values = (*start.values, *slots.tensors[len(start.values) :])
     check_devices(state.params, [*zip(slots.names, values, strict=True), *items.constants])
+    values = at_home(values, state.params)
     objective = start.objective if mapper is None else TasksObjective(start.objective, mapper)
     step = BDAStep(
         objective, lower, upper, update, start.hyper, names=slots.names, param_names=start.names,
@@ -196,7 +195,7 @@ def prepare(lower: Loss, upper: Loss | None, start: Start, loop: Loop, mapper: T
 
 
 def _run(
-    lower: Loss, upper: Loss | None, start: Start, loop: Loop, mapper: TaskMapper | None
+    lower: Loss, upper: Loss | None, start: Start, loop: Loop, mapper: TaskMapper | None, weights: Weights
 ) -> tuple[InnerState, Trace]:
     """Run K inner steps on all tasks at once."""
     step, state, values, items, names = prepare(lower, upper, start, loop, mapper)
@@ -209,7 +208,7 @@ def _run(
         return adjoint(step if step.split is None else PartwiseStep(step), state, values, items)
 
     with surroundings(twice=loop.twice), explained(lower, upper):
-        last, records = watched(run, loop.on_divergence, step, state, values, items, start.names)
+        last, records = watched(run, loop.on_divergence, step, state, values, items, start.names, weights)
     if versions:
         refuse_changed(names, values, versions)
     return last, trace_of(records, loop.tasks)
@@ -224,17 +223,3 @@ def _run_compiled(
     start = with_tensor_counts(state, (tasks or 1,) if each else ())
     last, records = adjoint(CompiledStep(step, start, values, mode), start, values, items)
     return with_plain_counts(last, like=state), JoinedRecords([block for unit in records for block in unit])
-
-
-def _check_alpha(upper: Loss | None, settings: Mapping[str, Any], steps: int) -> None:
-    """Check the weight of the first and of the last step, and that there is an upper loss for it."""
-    for k in (1, steps):
-        chosen = at_step(settings, k)
-        alpha = chosen["alpha"]
-        for value in alpha if isinstance(alpha, list) else [alpha]:
-            if isinstance(value, Tensor) and not value.is_meta and not bool(((value >= 0) & (value < 1)).all()):
-                shown = value.item() if value.numel() == 1 else "a tensor beyond"
-                raise ValueError(
-                    f"`alpha` must lie in [0, 1) at every step; got {shown} at k={k}. Learn it through a sigmoid."
-                )
-        needs_upper([chosen], upper, k)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,9 +23,13 @@ EXACT = [bda.Unroll(), bda.Checkpointed(), bda.Checkpointed(slots=2), bda.Forwar
 exact = pytest.mark.parametrize("adjoint", EXACT, ids=str)
 
 
+DTYPE = getattr(torch, os.environ.get("BDA_DTYPE", "float64"))
+"""The dtype of exact tests; `tests.device` chooses float32 for a device that has no float64."""
+
+
 def double(*values: Any) -> Tensor:
     """A float64 tensor: of one number a scalar, of several a vector."""
-    return torch.tensor(values[0] if len(values) == 1 else values, dtype=torch.float64)
+    return torch.tensor(values[0] if len(values) == 1 else values, dtype=DTYPE)
 
 
 def leaf(*values: Any) -> Tensor:

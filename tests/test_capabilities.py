@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from problems import difference_quotients, double, leaf, relative_error
+from problems import DTYPE, difference_quotients, double, leaf, relative_error
 from torch import Tensor, nn, optim
 from torch.func import functional_call
 
@@ -89,7 +89,7 @@ class Upper(NamedTuple):
 def per_element(scale: float) -> list[Tensor]:
     """One tensor for each parameter, of its shape."""
     shapes = [p.shape for p in initial().values()]
-    return [(scale * (0.5 + torch.rand(shape, dtype=torch.float64))).requires_grad_() for shape in shapes]
+    return [(scale * (0.5 + torch.rand(shape, dtype=DTYPE))).requires_grad_() for shape in shapes]
 
 
 def of_setting(name: str, value: float | None = None) -> Callable[[Row], Upper]:
@@ -119,7 +119,7 @@ def of_tree(row: Row) -> Upper:
 
 
 def of_module(row: Row) -> Upper:
-    module = nn.Linear(2, 2).double()
+    module = nn.Linear(2, 2).to(DTYPE)
     return Upper(list(module.parameters()), module)
 
 
@@ -254,9 +254,9 @@ def test_every_pair_of_capabilities_meets() -> None:
 # The problem: one layer, its targets shifted or mapped by the upper variables.
 
 GENERATOR = torch.Generator().manual_seed(7)
-INPUTS, TEST_INPUTS = torch.randn(2, 5, 3, generator=GENERATOR, dtype=torch.float64)
-TARGETS, TEST_TARGETS = 0.8 * torch.randn(2, 5, 2, generator=GENERATOR, dtype=torch.float64)
-WEIGHT, BIAS = 0.7 * torch.randn(3, 2, generator=GENERATOR, dtype=torch.float64), double(0.2, -0.4)
+INPUTS, TEST_INPUTS = torch.randn(2, 5, 3, generator=GENERATOR, dtype=DTYPE)
+TARGETS, TEST_TARGETS = 0.8 * torch.randn(2, 5, 2, generator=GENERATOR, dtype=DTYPE)
+WEIGHT, BIAS = 0.7 * torch.randn(3, 2, generator=GENERATOR, dtype=DTYPE), double(0.2, -0.4)
 
 
 def initial() -> dict[str, Tensor]:
@@ -493,10 +493,10 @@ class Network:
     def __init__(self, name: str) -> None:
         make, shape = NETWORKS[name]
         torch.manual_seed(1)
-        self.net = make().double()
-        self.inputs = torch.randn(2, *shape, dtype=torch.float64)
+        self.net = make().to(DTYPE)
+        self.inputs = torch.randn(2, *shape, dtype=DTYPE)
         self.labels = torch.randint(0, 3, (2, 8))
-        self.logits = torch.randn(8, dtype=torch.float64, requires_grad=True)
+        self.logits = torch.randn(8, dtype=DTYPE, requires_grad=True)
 
     def lower(self, net: Any, logits: Tensor | None = None, batch: Any = None) -> Tensor:
         weights = torch.sigmoid(self.logits if logits is None else logits)

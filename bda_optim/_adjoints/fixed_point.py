@@ -160,7 +160,7 @@ class FixedPoint:
         rates = self._still.rates
         if rates is None or all(bool((r == 1).all()) for r in rates):
             return None
-        wide = [r.to(p.real.dtype).expand(p.shape) for r, p in zip(rates, self._still.params, strict=True)]
+        wide = [r.to(p.device, p.real.dtype).expand(p.shape) for r, p in zip(rates, self._still.params, strict=True)]
         doubled = [torch.complex(r, r) if p.is_complex() else r for r, p in zip(wide, self._still.params, strict=True)]
         return self._packed(doubled)
 
@@ -169,7 +169,7 @@ class FixedPoint:
         ambient = Ambient(params)
         before = ambient.rng()
         at = Linearised(self._still.displacement, params, self._given, self._still.tasks)
-        if not all(torch.equal(a, b) for a, b in zip(tensors(before), tensors(ambient.rng()), strict=True)):
+        if ambient.has_drawn(since=before):
             ambient.set_rng(before)
             raise ValueError(
                 "`Implicit` differentiates one map, and a loss that draws random numbers (dropout) is another one in "

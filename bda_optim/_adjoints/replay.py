@@ -293,6 +293,8 @@ class Replay:
 
 
 def _joined(records: Any) -> list[Tensor]:
-    """Return all numbers of some records as one vector, so that two rows of them are compared at once."""
-    numbers = [t.reshape(-1) for t in tensors(records)]
-    return [torch.cat(numbers)] if numbers else []
+    """Return all numbers of some records as one vector per device, so that two rows of them are compared at once."""
+    numbers: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors(records):
+        numbers.setdefault(tensor.device, []).append(tensor.reshape(-1))
+    return [torch.cat(own) for own in numbers.values()]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._context import devices
 from .._support.tree import map_leaves, replace_tensors, tensors
 
 
@@ -44,12 +45,15 @@ class Shelf:
     Args:
         state: An example: its devices are where states are fetched to.
         places: How many states are stored at most; with 0 all are kept as they are.
-        offload: Whether to store them in the (pinned) memory of the host; copies are not waited for.
+        offload: Whether to store them in the (pinned) memory of the host. The host waits for no copy; on the device a
+            copy waits for the last one from or to the same place, also where that was in another stream.
     """
 
     def __init__(self, state: Any, places: int, *, offload: bool) -> None:
         """Reserve nothing yet."""
         self._homes = [t.device for t in tensors(state)]
+        self._accelerators = devices.accelerators(tensors(state)) if offload else []
+        self._marks: dict[int, list[Any]] = {}  # place -> what its next copy waits for, per device
         self._offload = offload
         self._free = list(reversed(range(places)))
         self._spots: list[_Spot | None] | None = None
@@ -66,14 +70,31 @@ class Shelf:
         if self._spots is None:
             self._spots = [self._spot(t) for t in values]
         self._used[place // _STATES] = self._used.get(place // _STATES, 0) + 1
-        return Kept(replace_tensors(state, [self._copy(i, t, place) for i, t in enumerate(values)]), place)
+        self._wait(place)
+        kept = Kept(replace_tensors(state, [self._copy(i, t, place) for i, t in enumerate(values)]), place)
+        self._mark(place)
+        return kept
 
     def get(self, kept: Kept) -> Any:
         """Return a state, on the devices where its steps run."""
         if not self._offload:
             return kept.state
         pairs = zip(tensors(kept.state), self._homes, strict=True)
-        return replace_tensors(kept.state, [t.to(home, non_blocking=True) for t, home in pairs])
+        self._wait(kept.place)
+        state = replace_tensors(kept.state, [t.to(home, non_blocking=True) for t, home in pairs])
+        self._mark(kept.place)
+        return state
+
+    def _wait(self, place: int | None) -> None:
+        """Let the devices wait for the last copies from and to a place."""
+        if place in self._marks:
+            for device, event in zip(self._accelerators, self._marks[place], strict=True):
+                devices.wait(event, device)
+
+    def _mark(self, place: int | None) -> None:
+        """Note where the copies from or to a place end."""
+        if place is not None and self._accelerators:
+            self._marks[place] = [devices.mark(device) for device in self._accelerators]
 
     def drop(self, kept: Kept) -> None:
         """Free the place of a state, whose tensors may be overwritten by the next one."""
@@ -108,8 +129,9 @@ class Shelf:
         return _Spot(kind, tensor.shape, tensor.stride(), offset)
 
     def _block(self, kind: _Kind, size: int) -> Tensor:
-        away = self._offload and kind.device.type not in ("cpu", "meta")
-        return torch.empty(size, dtype=kind.dtype, device="cpu" if away else kind.device, pin_memory=away)
+        if kind.device in self._accelerators:
+            return devices.pinned(size, kind.dtype)
+        return torch.empty(size, dtype=kind.dtype, device=kind.device)
 
 
 _STATES = 4

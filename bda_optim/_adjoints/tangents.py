@@ -107,7 +107,7 @@ class Attached(torch.autograd.Function):
                 parts.append(_real(tangent).reshape(len(tangent), -1) @ _real(cotangent).reshape(-1))
         if not parts:
             return (None,) * (2 + len(ctx.inputs))
-        total = torch.stack(parts).sum(0)
+        total = torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
         pieces = total.split([math.prod(shape) * (2 if dtype.is_complex else 1) for shape, dtype, _ in ctx.inputs])
         whole = zip(pieces, ctx.inputs, strict=True)
         return None, None, *(_from_real(p, shape, dtype).to(device, dtype) for p, (shape, dtype, device) in whole)

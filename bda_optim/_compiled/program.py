@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._context.environment import Ambient
 from .._support.tensors import layout
 from .._support.torch_private import announced_compilation, call_and_enter, trace_graph, version_of
 from .._support.tree import detach
@@ -77,19 +78,20 @@ def trace(function: Function, inputs: Sequence[Tensor]) -> tuple[GraphModule, li
         result[:] = function(*flat)
         return [t for t in result if t is not None]
 
-    before = torch.get_rng_state()
+    ambient = Ambient(inputs)
+    before = ambient.rng()
     try:
         graph = trace_graph(present, inputs)
     except RuntimeError as error:
         if not reads_a_value(error):
             raise
-        torch.set_rng_state(before)
+        ambient.set_rng(before)
         with announced_compilation():
             graph = trace_graph(present, inputs)
-        torch.set_rng_state(before)
+        ambient.set_rng(before)
         result[:] = function(*inputs)
     finally:
-        torch.set_rng_state(before)
+        ambient.set_rng(before)
     return graph, detach(result)
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from .._adjoints.base import Cotangents
+from .._context.devices import accelerators, finish
+from .._context.environment import Ambient
 from .._step.step import BDAStep
 from .._support.checks import user_level
 from .._support.tensors import layout
@@ -112,7 +114,8 @@ class Programs:
             if len(engine.pairs) >= _MOST_PROGRAMS:
                 self._give_up(f"more than {_MOST_PROGRAMS} layouts of batches or states were met")
                 return None
-            before = torch.get_rng_state()
+            ambient = Ambient(values)
+            before = ambient.rng()
             try:
                 # This runs inside of an autograd function, which disables forward mode.
                 with engine.compiling(), forward_gradients(True):
@@ -120,7 +123,7 @@ class Programs:
             except Exception:  # the two programs are tried one by one then, and what is wrong is reported
                 engine.pairs[key] = None
             finally:
-                torch.set_rng_state(before)
+                ambient.set_rng(before)
             pairs = engine.pairs.values()
             engine.exact = engine.exact or None in pairs
             engine.draws = any(pair is None or pair.draws for pair in pairs)
@@ -189,10 +192,11 @@ class Programs:
         if self._engine.mode is None:
             modes = ("reverse", "mixed")
             pulls = {m: self._functions.pull(form, self._wanted, where, mixed=m == "mixed") for m in modes}
-            before = torch.get_rng_state()
+            ambient = Ambient(flat)
+            before = ambient.rng()
             pulls["reverse"](*flat)
-            draws = not torch.equal(before, torch.get_rng_state())
-            torch.set_rng_state(before)
+            draws = ambient.has_drawn(since=before)
+            ambient.set_rng(before)
             if draws and self._mode == "mixed":
                 warnings.warn(
                     'compile="mixed" evaluates a loss twice, and this one draws random numbers; it runs in '
@@ -231,14 +235,19 @@ def _fastest(functions: dict[str, Function], inputs: Sequence[Tensor]) -> str:
 def _seconds(function: Function, inputs: Sequence[Tensor], rounds: int = 5) -> float:
     """Return the shortest time of some calls; the random state is as before.
 
-    With one thread the time of this thread counts, whatever else the machine does meanwhile.
+    With one thread the time of this thread counts, whatever else the machine does meanwhile; on a device the time until
+    it has done its work.
     """
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    before = torch.get_rng_state()
+    devices = accelerators(inputs)
+    clock = time.thread_time if torch.get_num_threads() == 1 and not devices else time.perf_counter
+    ambient = Ambient(inputs)
+    before = ambient.rng()
     times = []
     for _ in range(rounds):
+        finish(devices)
         start = clock()
         function(*inputs)
+        finish(devices)
         times.append(clock() - start)
-        torch.set_rng_state(before)
+        ambient.set_rng(before)
     return min(times)

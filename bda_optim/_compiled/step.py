@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .._adjoints.base import Cotangents, Step, changed_in_place
 from .._adjoints.tangents import Tangents
+from .._context.devices import sent
 from .._context.environment import Ambient
 from .._step.aggregation import at_step, is_zero
 from .._step.step import BDAStep
@@ -79,7 +80,7 @@ class CompiledStep(Step):
         self._engine, self._captured = engine_of(step, mode)
         self._functions = Functions(step, self._state, hyper)
         self._programs = Programs(step, self._functions, self._engine, self._captured, self._where, self._wanted, mode)
-        self._device = next((t.device for t in hyper if t.dim()), None)
+        self._device = tensors(state)[0].device
 
     def first_order(self) -> CompiledStep:
         """Return the same step with the gradients of both losses treated as constants."""
@@ -136,7 +137,7 @@ class CompiledStep(Step):
             rates = [float(s[name]) for s, names in zip(settings, self._functions.plain, strict=True) for name in names]
             modes.append(tuple("0" if is_zero(w) else "number" if is_number(w) else "tensor" for w in weights))
             rows.append([float(k), *rates, *(float(w) if is_number(w) else 0.0 for w in weights)])
-        return torch.tensor(rows, dtype=torch.float64, device=self._device), modes
+        return sent(torch.tensor(rows, dtype=torch.float64, device="cpu"), self._device), modes
 
     # What adjoints call.
 
@@ -280,7 +281,7 @@ class CompiledStep(Step):
                 known = total[i]
                 total[i] = grad if known is None else known if grad is None else known + grad
         pulled = [*cotangents, *total]
-        if replaced and not all(bool(t.isfinite().all()) for t in pulled if t is not None):
+        if replaced and not _are_finite([t for t in pulled if t is not None]):
             self._engine.misses += 1
             self._engine.exact = self._engine.misses > _MOST_MISSES
             chain.links.clear()  # it is of no use
@@ -292,3 +293,8 @@ class CompiledStep(Step):
 def _losses(part: Part, outputs: Sequence[Any], first: int) -> Losses:
     """Return the losses of a part among the outputs of its program."""
     return Losses(outputs[first], outputs[first + 1], part.form.evaluated)
+
+
+def _are_finite(values: Sequence[Tensor]) -> bool:
+    """Whether all numbers are finite: one look at the device."""
+    return not values or bool(torch.stack([value.isfinite().all() for value in values]).all())

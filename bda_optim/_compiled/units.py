@@ -205,10 +205,14 @@ def with_tensor_counts(state: Any, shape: tuple[int, ...] = ()) -> Any:
 def with_plain_counts(state: Any, like: Any) -> Any:
     """Undo `with_tensor_counts`: what is a number in `like` becomes one again."""
     leaves, spec = flatten(like)
-    if not any(map(is_number, leaves)):
+    found = flatten(state)[0]
+    counts = [new.max() for new, old in zip(found, leaves, strict=True) if is_number(old)]
+    if not counts:
         return state
-    pairs = zip(flatten(state)[0], leaves, strict=True)
-    return unflatten([type(old)(new.max().item()) if is_number(old) else new for new, old in pairs], spec)
+    numbers = iter(torch.stack(counts).tolist())  # one look at the device
+    return unflatten(
+        [type(old)(next(numbers)) if is_number(old) else new for new, old in zip(found, leaves, strict=True)], spec
+    )
 
 
 def _comparable(leaf: Any) -> Hashable:

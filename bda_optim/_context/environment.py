@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import checkpoint as torch_checkpoint
 
 from .._support.tensors import is_differentiable
+from .devices import accelerators, random_states, set_random_states
 from .forward import surroundings, undo_despite_interrupts
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,8 +25,8 @@ class Ambient:
         `twice` says whether forward passes are differentiated twice.
         """
         self._twice = twice
-        self._sample = [t for t in sample if t.device.type not in ("cpu", "meta")]
-        self._kinds = sorted({"cpu", *(t.device.type for t in self._sample)})
+        self._devices = accelerators(sample)
+        self._kinds = sorted({"cpu", *(device.type for device in self._devices)})
         self._autocast = self._casts()
         self._dtype = torch.get_default_dtype()
         self._far: dict[torch.device, Tensor] = {}
@@ -45,14 +45,18 @@ class Ambient:
         state = torch.get_rng_state()
         if self._last_rng is None or not torch.equal(self._last_rng, state):
             self._last_rng = state  # where nothing is drawn, all stored states share these 5 kB
-        # torch's function takes 40 microseconds even if there is no device.
-        return self._last_rng, *(torch_checkpoint.get_device_states(*self._sample) if self._sample else ([], []))
+        return self._last_rng, random_states(self._devices)
 
     def set_rng(self, state: Any) -> None:
         """Set the state that `rng` returned."""
         torch.set_rng_state(state[0])
-        if self._sample:
-            torch_checkpoint.set_device_states(*state[1:])
+        set_random_states(self._devices, state[1])
+
+    def has_drawn(self, since: Any) -> bool:
+        """Whether random numbers were drawn since `rng` returned a state."""
+        (host, away), (host_before, away_before) = self.rng(), since
+        pairs = zip((host, *away), (host_before, *away_before), strict=True)
+        return not all(torch.equal(now, before) for now, before in pairs)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -75,10 +79,21 @@ class Ambient:
                 yield
         finally:
             undo_despite_interrupts(undo)
-        changed = [number for number, flag in self._changed if not flag.is_meta and bool(flag)]
-        if changed or any(bool(flag) for flag in self._far.values() if not flag.is_meta):
+        changed, far = self._differences()
+        if changed or far:
             where = f" (in call {min(changed)} of the step)" if changed else ""
             raise RuntimeError(another_result(where))
+
+    def _differences(self) -> tuple[list[int], bool]:
+        """Return the calls whose state changed, and whether some state is far: one look at each device."""
+        flags = [(number, flag) for number, flag in self._changed if not flag.is_meta]
+        flags += [(0, flag) for flag in self._far.values() if not flag.is_meta]
+        found: list[int] = []
+        for device in {flag.device for _, flag in flags}:
+            own = [(number, flag) for number, flag in flags if flag.device == device]
+            raised = torch.stack([flag for _, flag in own]).tolist()
+            found += [number for (number, _), differs in zip(own, raised, strict=True) if differs]
+        return [number for number in found if number], 0 in found
 
     def compare(self, replayed: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
         """Record on the device whether a replay reached the state of the first sweep, up to rounding.

@@ -22,6 +22,7 @@ from .._support.checks import user_level
 from .._support.tree import detach
 from .._support.types import InnerState, Item, Record
 from .losses import all_finite, diverged, first_bad_loss
+from .weights import Weights
 
 Result: TypeAlias = tuple[InnerState, Sequence[Record]]
 
@@ -50,14 +51,15 @@ class Divergence(NamedTuple):
 
 def watched(
     once: Callable[[Any], Result], choice: str, step: BDAStep, state: InnerState, hyper: Sequence[Tensor], items: Any,
-    names: Sequence[str],
+    names: Sequence[str], weights: Weights,
 ) -> Result:  # fmt: skip
-    """Return ``once(items)``, if it is finite; otherwise do what was chosen.
+    """Return ``once(items)``, if it is finite and its `weights` are such; otherwise do what was chosen.
 
     To stop means to run the k - 1 good steps by themselves: the graph, the random numbers and the number of steps that
     an adjoint sees are those of a rollout that was never longer.
     """
     if choice == "ignore":
+        weights.check()
         return once(items)
     if choice == "stop" and getattr(items, "once", False):
         raise TypeError(f'on_divergence="stop" may run the loop again: {READ_AGAIN}')
@@ -65,8 +67,9 @@ def watched(
     rng = ambient.rng()
     while True:
         last, records = once(items)
-        if all_finite(records, last.params):
+        if all_finite(records, last.params, weights.flags):
             return last, records
+        weights.check()
         del last  # and its graph
         k, message = locate(step, state, hyper, items, names, records, ambient, rng)
         if choice == "raise" or k == 1:

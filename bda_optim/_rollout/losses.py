@@ -45,8 +45,7 @@ def trace_of(records: Sequence[Record], tasks: int | None) -> Trace:
     lower = torch.stack([_shaped(record.lower, shape) for record in records])
     if all(record.upper is None for record in records):
         return Trace(lower, None)
-    skipped = torch.full_like(lower[0], torch.nan)
-    return Trace(lower, torch.stack([skipped if r.upper is None else _shaped(r.upper, shape) for r in records]))
+    return Trace(lower, _with_gaps([None if r.upper is None else _shaped(r.upper, shape) for r in records]))
 
 
 def _shaped(loss: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -62,27 +61,46 @@ def _trace_of_blocks(blocks: Sequence[Losses], shape: tuple[int, ...]) -> Trace:
     evaluated = [there for block in blocks for there in block.evaluated]
     if all(evaluated):
         return Trace(lower, _joined(upper))
-    filled = torch.full_like(lower, torch.nan)
-    filled[torch.tensor(evaluated, device=lower.device)] = _joined(upper).to(lower.dtype)
-    return Trace(lower, filled)
+    rows = iter(_joined(upper).unbind(0))
+    return Trace(lower, _with_gaps([next(rows) if there else None for there in evaluated]))
+
+
+def _with_gaps(losses: Sequence[Tensor | None]) -> Tensor:
+    """Stack losses; those that were not evaluated are NaN."""
+    skipped = torch.full_like(next(loss for loss in losses if loss is not None), torch.nan)
+    return torch.stack([skipped if loss is None else loss for loss in losses])
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def all_finite(records: Sequence[Record], params: Sequence[Tensor]) -> bool:
-    """Whether all losses and the last iterate are finite: the only look at values, one after all steps."""
+def all_finite(records: Sequence[Record], params: Sequence[Tensor], also: Sequence[Tensor] = ()) -> bool:
+    """Whether all losses and the last iterate are finite: the only look at values, one after all steps.
+
+    Args:
+        records: The losses.
+        params: The last iterate.
+        also: Flags of other conditions, to be looked at by the way.
+    """
     if not params or params[0].is_meta:
         return True
     rows = [block[:2] for block in records.blocks] if isinstance(records, JoinedRecords) else records
-    losses = [loss for row in rows for loss in row if loss is not None]
+    losses: dict[torch.device, list[Tensor]] = {}
+    for loss in (loss for row in rows for loss in row if loss is not None):
+        losses.setdefault(loss.device, []).append(loss)
+    joined = [_vector(own) for own in losses.values()]
+    small = sum(p.numel() for p in params) <= _SMALL and not also
+    if small and len(joined) == 1 and all(p.device == joined[0].device for p in params):
+        return bool(torch.isfinite(torch.cat([*joined, *(p.detach().reshape(-1) for p in params)])).all())
+    flags = [torch.isfinite(value).all() for value in (*joined, *params)]
+    return bool(torch.stack([flag.to(params[0].device) for flag in (*flags, *also)]).all())
+
+
+def _vector(losses: Sequence[Tensor]) -> Tensor:
+    """Return all losses of one device as a vector."""
     scalars = not any([loss.dim() for loss in losses])
-    joined = torch.stack(losses) if scalars else torch.cat([loss.reshape(-1) for loss in losses])
-    if sum(p.numel() for p in params) <= _SMALL and all(p.device == joined.device for p in params):
-        return bool(torch.isfinite(torch.cat([joined, *(p.detach().reshape(-1) for p in params)])).all())
-    flags = [torch.isfinite(p).all().to(params[0].device) for p in params]
-    return bool(torch.stack([torch.isfinite(joined).all().to(params[0].device), *flags]).all())
+    return torch.stack(list(losses)) if scalars else torch.cat([loss.reshape(-1) for loss in losses])
 
 
 _SMALL = 10_000

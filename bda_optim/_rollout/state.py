@@ -34,6 +34,18 @@ def join(parts: Sequence[tuple[InnerState, Trace]]) -> tuple[InnerState, Trace]:
     return replace_tensors(parts[0][0], joined), Trace(lower, torch.cat(upper, dim=1) if upper else None)
 
 
+def at_home(values: Sequence[Tensor], params: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return upper variables on the device of the parameters, if that is one: each is moved once, and not in each step.
+
+    Their gradients come back to where they were, once as well.
+    """
+    homes = {p.device for p in params}
+    if len(homes) > 1:
+        return tuple(values)
+    (home,) = homes
+    return tuple(t if t.device == home else t.to(home, non_blocking=True) for t in values)
+
+
 def in_master(state: InnerState, master: torch.dtype | None) -> InnerState:
     """Return a state with the parameters and the rule's memory of them in a wider dtype; None leaves them as they are.
 

@@ -225,13 +225,13 @@ def _relative_rates(update: Update, params: Sequence[Tensor], settings: Sequence
         return None
     if len({s["maximize"] for s in settings}) > 1:
         return None
-    lower: list[Tensor] = [torch.zeros(())] * len(params)
+    lower: list[Tensor] = [torch.zeros((), device="cpu")] * len(params)
     upper = list(lower)
     for group, chosen in zip(update.groups, settings, strict=True):
         for place, i in enumerate(group.members):
             a = _nth(chosen["alpha"], place)
-            lower[i] = _number((1 - a) * stationary_rate(chosen, place), params[i])
-            upper[i] = _number(a * _upper_rate(chosen, place), params[i]) if not is_zero(a) else _number(0.0, params[i])
+            lower[i] = _number((1 - a) * stationary_rate(chosen, place))
+            upper[i] = _number(0.0 if is_zero(a) else a * _upper_rate(chosen, place))
     total = [a + b for a, b in zip(lower, upper, strict=True)]
     if any(bool((t <= 0).any()) for t in total):
         raise ValueError(
@@ -246,9 +246,10 @@ def _relative_rates(update: Update, params: Sequence[Tensor], settings: Sequence
     return [t / largest for t in total]
 
 
-def _number(value: Scalar, like: Tensor) -> Tensor:
-    """Return a rate as a float64 tensor; a list's entries have the shape of their parameter."""
-    return torch.as_tensor(value, dtype=torch.float64, device=like.device).detach()
+def _number(value: Scalar) -> Tensor:
+    """Return a rate as a float64 tensor, a plain one on the host; entries of lists have their parameter's shape."""
+    device = value.device if isinstance(value, Tensor) else "cpu"
+    return torch.as_tensor(value, dtype=torch.float64, device=device).detach()
 
 
 def _nth(setting: Any, place: int) -> Any:

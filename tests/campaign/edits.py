@@ -233,6 +233,6 @@ EDITS: dict[str, Edit] = {
     "own loop cut one step late": Edit("_innerloop.py", "k > self._cut", "k >= self._cut"),
     "own loop counts from 2": Edit("_innerloop.py", "        k = self.k + 1\n", "        k = self.k + 2\n"),
     "divergence passes": Edit(
-        "_rollout/divergence.py", "if all_finite(records, last.params):", "if True:", "tests/test_wrong_use.py -k finite"
+        "_rollout/divergence.py", "if all_finite(records, last.params, weights.flags):", "if True:", "tests/test_wrong_use.py -k finite"
     ),
 }  # fmt: skip
