@@ -8,6 +8,9 @@ Memory: every contestant runs in a process of its own. After a warm-up of a few 
 over then) the peak of the resident memory is reset; what is reported is how far it rises above the value at that point.
 
 One thread and float32 throughout.
+
+On another device (``--device cuda``) a call is timed on the clock, from an idle device to an idle device, and memory is
+the peak that the device's allocator reports (`torch.cuda.max_memory_allocated`). JAX stays on the CPU and is left out.
 """
 
 from __future__ import annotations
@@ -62,6 +65,44 @@ Run = Callable[[], Any]
 torch.set_num_threads(1)
 
 
+class Place:
+    """Where the benchmarks of this process run."""
+
+    device = torch.device("cpu")
+
+    @classmethod
+    def choose(cls, name: str) -> None:
+        """Let torch make tensors on a device; exit with a sentence if it is not there."""
+        try:
+            there = torch.ones(1, device=name).tolist() == [1.0]
+        except (RuntimeError, AssertionError, NotImplementedError):  # of torch builds without such a device
+            there = False
+        if not there:
+            sys.exit(f"there is no device {name!r} here; nothing was run.")
+        cls.device = torch.ones(1, device=name).device
+        if not cls.is_host():  # there it is the default, and to set it costs time in every call of torch
+            torch.set_default_device(cls.device)
+
+    @classmethod
+    def is_host(cls) -> bool:
+        """Whether it is the CPU."""
+        return cls.device.type == "cpu"
+
+    @classmethod
+    def ask(cls, name: str) -> float:
+        """Call a function of the device's module that returns a number of bytes or nothing; NaN if there is none."""
+        function = getattr(torch.get_device_module(cls.device), name, None)
+        return math.nan if function is None else function() or 0.0
+
+
+def seconds() -> float:
+    """Return the time: the process's own on the CPU, else that of the clock when the device has done its work."""
+    if Place.is_host():
+        return time.process_time()
+    Place.ask("synchronize")
+    return time.perf_counter()
+
+
 @dataclasses.dataclass
 class Entry:
     """What was measured of one contestant.
@@ -114,8 +155,10 @@ def ratio(entry: Entry, base: Entry) -> float:
     return statistics.median(a / b for a, b in zip(entry.times, base.times, strict=True))
 
 
-def options(doc: str | None, names: Sequence[str], argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line that all benchmarks share."""
+def options(
+    doc: str | None, names: Sequence[str], argv: Sequence[str] | None = None, *, on_cpu: bool = False
+) -> argparse.Namespace:
+    """Read the command line that all benchmarks share; `on_cpu`: this one runs nowhere else."""
     parser = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=None, help="rounds of timing (default: 15; smoke: 1)")
     parser.add_argument("--only", nargs="+", choices=names, default=list(names), metavar="NAME", help=", ".join(names))
@@ -123,8 +166,12 @@ def options(doc: str | None, names: Sequence[str], argv: Sequence[str] | None = 
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, one round: does it run?")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="(not in smoke)")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="measure memory too")
+    parser.add_argument("--device", default="cpu", help="where to run: cpu (the default), cuda, mps, xpu")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    Place.choose(args.device)
+    if on_cpu and not Place.is_host():
+        sys.exit(f"this benchmark runs on the CPU alone; got --device {args.device}. Leave it out.")
     if args.rounds is None:
         args.rounds = 1 if args.smoke else 15
     if args.compile is None:
@@ -149,7 +196,7 @@ def cold_cache() -> Iterator[None]:
 def numbers(result: Any) -> np.ndarray:
     """Return a hypergradient (tensors or arrays, in a list or alone) as one vector in float64."""
     parts = result if isinstance(result, list | tuple) else [result]
-    arrays = [p.detach().numpy() if isinstance(p, torch.Tensor) else np.asarray(p) for p in parts]
+    arrays = [p.detach().cpu().numpy() if isinstance(p, torch.Tensor) else np.asarray(p) for p in parts]
     return np.concatenate([a.astype(np.float64).ravel() for a in arrays])
 
 
@@ -196,28 +243,31 @@ def race(contestants: dict[str, Run], entries: dict[str, Entry], rounds: int, ba
 
 
 def cpu_time(run: Run, repeats: int = 1) -> float:
-    """Return the CPU time of one call, in seconds; garbage of earlier calls is collected before."""
+    """Return the time of one call, in seconds; garbage of earlier calls is collected before."""
     gc.collect()
-    start = time.process_time()
+    start = seconds()
     for _ in range(repeats):
         run()
-    return (time.process_time() - start) / repeats
+    return (seconds() - start) / repeats
 
 
 def peak_growth(warm_up: Run, run: Run) -> dict[str, float]:
-    """Return by how many bytes the peak of the resident memory rises in `run`, and its CPU time."""
+    """Return by how many bytes the peak of the memory rises in `run`, and its time."""
     warm_up()
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     before = _reset_peak()
-    start = time.process_time()
+    start = seconds()
     run()
-    return {"memory": _peak() - before, "seconds": time.process_time() - start}
+    return {"seconds": seconds() - start, "memory": _peak() - before}
 
 
-def _reset_peak() -> int:
-    """Reset the peak where the system allows it (Linux), and return the resident memory now."""
+def _reset_peak() -> float:
+    """Reset the peak where the system allows it (Linux), and return the memory in use now."""
+    if not Place.is_host():
+        Place.ask("reset_peak_memory_stats")
+        return Place.ask("memory_allocated")
     try:
         Path("/proc/self/clear_refs").write_text("5")
         return _status("VmRSS")
@@ -225,7 +275,9 @@ def _reset_peak() -> int:
         return _peak()  # the growth over the highest peak so far: too small if the warm-up's was high
 
 
-def _peak() -> int:
+def _peak() -> float:
+    if not Place.is_host():
+        return Place.ask("max_memory_allocated")
     try:
         return _status("VmHWM")
     except OSError:
@@ -241,7 +293,8 @@ def _status(field: str) -> int:
 
 def in_child(module: str, *arguments: str, smoke: bool = False) -> dict[str, Any]:
     """Run `module` with ``--child`` in a process of its own, and return what it printed last."""
-    command = [sys.executable, "-m", module, *(["--smoke"] if smoke else []), "--child", *arguments]
+    where = ["--device", str(Place.device), *(["--smoke"] if smoke else [])]
+    command = [sys.executable, "-m", module, *where, "--child", *arguments]
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
@@ -252,7 +305,9 @@ def in_child(module: str, *arguments: str, smoke: bool = False) -> dict[str, Any
 
 
 def installed(name: str) -> bool:
-    """Whether a peer is there."""
+    """Whether a peer is there, on the device of this process."""
+    if name == "jax" and not Place.is_host():
+        return False
     try:
         metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -265,10 +320,17 @@ def machine() -> dict[str, str]:
     versions = {n: metadata.version(n) for n in PACKAGES if installed(n)}
     return {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, CPU, one thread, float32",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {_device_name()}, one thread, float32",
         "python": platform.python_version(),
         **versions,
     }
+
+
+def _device_name() -> str:
+    if Place.is_host():
+        return "CPU"
+    name = getattr(torch.get_device_module(Place.device), "get_device_name", lambda: Place.device.type)()
+    return f"{name} (its times are those of the clock)"
 
 
 def headline() -> str:

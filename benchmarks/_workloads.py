@@ -95,7 +95,7 @@ def softmax(dtype: torch.dtype = torch.float32, *, smoke: bool = False) -> Workl
 def settled(dtype: torch.dtype = torch.float32, *, smoke: bool = False) -> Workload:
     """Clean 1000 examples of 100 features and 5 classes, with a penalty: 400 steps reach the solution to 1e-6."""
     count, features = (60, 10) if smoke else (1000, 100)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     inputs, others = (torch.randn(count, features, generator=generator).to(dtype) for _ in range(2))
     truth = torch.randn(features, 5, generator=generator).to(dtype)
     labels, wanted = (inputs @ truth).argmax(1), (others @ truth).argmax(1)

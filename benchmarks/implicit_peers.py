@@ -76,7 +76,9 @@ class Problem:
 
 
 def numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        shape, generator=torch.Generator(torch.get_default_device()).manual_seed(seed), dtype=torch.float64
+    )
 
 
 def largest(matrix: Tensor) -> float:

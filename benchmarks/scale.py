@@ -337,7 +337,7 @@ def draw(results: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], plt:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, write."""
-    args = _common.options(__doc__, list(WORKLOADS), argv)
+    args = _common.options(__doc__, list(WORKLOADS), argv, on_cpu=True)
     if args.child:
         child(args.child[0], args.rounds, smoke=args.smoke)
         return 0

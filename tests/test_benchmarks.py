@@ -62,7 +62,7 @@ def test_tasks(tmp_path: Path) -> None:
 
 
 def test_adjoints(tmp_path: Path) -> None:
-    found = smoke("adjoints", tmp_path, "--no-memory")
+    found = smoke("adjoints", tmp_path, "--no-memory", "--device", "cpu")
     assert all(e["relative_error"] < 1e-3 for e in found["entries"] if not e["name"].startswith("FirstOrder"))
     settled = {e["name"]: e["relative_error"] for e in found["at_rest"]["entries"]}
     assert settled["Implicit(), at rest"] < 1e-3 < 1e-2 < settled["Truncated(last=25), at rest"]
@@ -121,3 +121,11 @@ def test_header_is_question_and_output(script: str) -> None:
     assert header.splitlines()[0].endswith("?")
     recorded = (ROOT / "benchmarks" / "results" / f"{script}.json").exists()
     assert recorded == ("one thread" in header and "torch 2." in header), "the header shows the run of results/"
+
+
+def test_a_device_that_is_not_there_is_refused_in_a_sentence() -> None:
+    command = [sys.executable, "-m", "benchmarks", "--smoke", "--device", "cuda:99"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.splitlines() == ["there is no device 'cuda:99' here; nothing was run."]
