@@ -49,6 +49,8 @@ KINDS = {
     "Truncated(last=T)": Kind(bda.Truncated(last=LAST), cut=K - LAST),
     "Truncated(last=T, within=Checkpointed())": Kind(bda.Truncated(last=LAST, within=bda.Checkpointed()), cut=K - LAST),
     "FirstOrder()": Kind(bda.FirstOrder(), first_order=True),
+    "Differences()": Kind(bda.Differences(), tolerance=1e-8),
+    "Differences(last=T)": Kind(bda.Differences(last=LAST), cut=K - LAST, tolerance=1e-8),
     "Guarded(limit=c)": Kind(bda.Guarded(limit=1e6)),
     "Guarded(within=Checkpointed(), limit=c)": Kind(bda.Guarded(within=bda.Checkpointed(), limit=1e6)),
     "Implicit()": Kind(bda.Implicit(tol=1e-12), steps=150, tolerance=1e-7),
@@ -64,6 +66,11 @@ class Option(NamedTuple):
     second: bool = False
 
 
+def parts(batch: Any) -> list[tuple[float, Any]]:
+    """Two parts of different weights, whose mean is the batch: the lower loss is linear in it."""
+    return [(1.0, 1.5 * batch), (2.0, 0.75 * batch)]
+
+
 OPTIONS = {
     "compile": Option({"compile": True}),
     "tasks": Option({"tasks": 2}, tasks=2),
@@ -72,12 +79,15 @@ OPTIONS = {
     "prox": Option({"prox": bda.prox.l1(0.05)}),
     "momentum": Option({"momentum": 0.5}),
     "FISTA": Option({"rule": bda.FISTA}),
+    "accumulate": Option({"accumulate": parts}),
     "batches from an iterator": Option({"batches": "iterator"}),
     'on_divergence="stop"': Option({"on_divergence": "stop"}),
     "create_graph": Option({}, second=True),
     "torch.func.grad": Option({"transform": True}),
 }
 """The options of the table."""
+
+DIFFERENCES = ("Differences()", "Differences(last=T)")
 
 REFUSED = {
     ("Guarded(limit=c)", "compile"): "the adjoints of compiled steps cannot be guarded",
@@ -87,6 +97,10 @@ REFUSED = {
     ("Truncated(last=T, within=Checkpointed())", "batches from an iterator"): "reads its batches twice",
     ("Guarded(within=Checkpointed(), limit=c)", "batches from an iterator"): "reads its batches twice",
     ("Implicit()", "batches from an iterator"): "batch",
+    ("Implicit()", "accumulate"): "from one graph of a whole batch",
+    **{(name, "compile"): "compiled steps have exact products only" for name in DIFFERENCES},
+    **{(name, "batches from an iterator"): "reads its batches twice" for name in DIFFERENCES},
+    **{(name, "create_graph"): "cannot be differentiated again" for name in DIFFERENCES},
     ("ForwardMode()", "create_graph"): "no second derivative of the hypergradient",
     ("Implicit()", "create_graph"): "create_graph",
     **{(name, "torch.func.grad"): "inside a transform of torch.func" for name in KINDS if name != "Unroll()"},

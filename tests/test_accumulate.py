@@ -9,32 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from row_weights import ROWS, Y0, D, batches, draw, lower, upper
 from torch import Tensor, nn
 
 import bda_optim as bda
 
-ROWS = 12
 K = 4
-D = torch.float64
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=D, generator=torch.Generator().manual_seed(seed))
-
-
-BATCHES = [(torch.arange(ROWS), draw(ROWS, 3, seed=k), draw(ROWS, 2, seed=10 + k)) for k in range(K)]
-Y0 = {"w": 0.3 * draw(3, 2, seed=20), "b": torch.zeros(2, dtype=D)}
-
-
-def lower(y: Any, x: Any, batch: Any) -> Tensor:
-    rows, inputs, targets = batch
-    residuals = torch.tanh(inputs @ y["w"] + y["b"]) - targets
-    return (torch.sigmoid(x["rows"][rows]) * residuals.square().sum(-1)).mean()
-
-
-def upper(y: Any, x: Any, batch: Any) -> Tensor:
-    _, inputs, targets = BATCHES[0] if batch is None else batch
-    return (torch.tanh(inputs @ y["w"] + y["b"]) - x["rows"].mean() * targets.cos()).square().mean()
+BATCHES = batches(K)
 
 
 def upper_variables() -> dict[str, Tensor]:

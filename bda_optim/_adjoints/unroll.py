@@ -7,6 +7,7 @@
 | `Checkpointed(slots=s)` | exact | K + t(K, s) | s states | for very long K |
 | `ForwardMode()` | exact | K | P states | for a handful (P) of upper scalars and any K |
 | `Truncated(last=T)` | biased | K | T graphs | where old steps matter little |
+| `Differences()` | nearly | 2 K, 2 gradients each | as `Checkpointed()`, no double graph | for large smooth networks |
 | `Implicit()` | of the fixed point | K + 1 | 1 graph | where the loop has converged, or alpha > 0 |
 | `FirstOrder()` | biased | K | K small graphs | first-order MAML |
 """

@@ -4,7 +4,7 @@ An option is a row of `OPTIONS`: the configurations that it fits, its value, and
 draws by itself, so that a new row leaves the values of the others as they are. What a problem offers to a row:
 
 - ``problem.arguments``: further arguments of the call (`rollout`, `hypergradient`, `unroll`, `innerloop_ctx`);
-- ``problem.adjoint``: further settings of the adjoint;
+- ``problem.adjoint``: further settings of the adjoint, and ``problem.wrap``, what is made of it;
 - ``group.settings`` of ``problem.groups``: settings of a parameter group, also functions of k; the witness sees them,
   and a new one needs its formula in `naive.py`;
 - ``problem.batches``, ``problem.lower``, ``problem.upper``: what the package and the witness are given;
@@ -17,6 +17,8 @@ import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+import bda_optim as bda
 
 from . import draw
 from .draw import Config
@@ -51,6 +53,33 @@ def _may_stop(config: Config) -> bool:
     return config.style != "innerloop" and config.chunk is None
 
 
+def _in_parts(config: Config) -> bool:
+    """Whether two passes over a batch give what one gives: neither random numbers nor buffers differ."""
+    if config.style == "innerloop" or config.batches == "none" or config.compile:
+        return False
+    return config.family not in ("conv", "dropout", "spectral")
+
+
+def _is_smooth(config: Config) -> bool:
+    """Whether products by differences are right to 1e-7."""
+    smooth = config.activation != "relu" and config.family != "spectral"
+    return _replays(config) and smooth and config.dtype == "float64" and not config.compile
+
+
+def _twice(batch: Any) -> list[tuple[float, Any]]:
+    """The batch as two parts of different weights; their mean is the loss on the batch, whatever the loss is."""
+    return [(1.0, batch), (2.0, batch)]
+
+
+def _accumulated(problem: Any, value: Any) -> None:
+    problem.arguments["accumulate"] = _twice
+
+
+def _by_differences(problem: Any, value: Any) -> None:
+    problem.wrap = lambda how: bda.Differences(within=how, scale=value)
+    problem.tolerance = max(problem.tolerance, 1e-6)
+
+
 def _to_adjoint(name: str) -> Callable[[Any, Any], None]:
     return lambda problem, value: problem.adjoint.update({name: value})
 
@@ -67,6 +96,8 @@ OPTIONS: dict[str, Option] = {
     "offload": Option(_replays, ("cpu",), _to_adjoint("offload")),
     "check": Option(_replays, (True,), _to_adjoint("check")),
     "lazy": Option(lambda c: c.batches in ("list", "same") and c.style != "innerloop", (True,), _make_lazy),
+    "accumulate": Option(_in_parts, ("twice",), _accumulated),
+    "differences": Option(_is_smooth, (None,), _by_differences),
     "on_divergence": Option(_may_stop, ("stop", "ignore"), _to_call("on_divergence")),
 }
 

@@ -31,7 +31,7 @@ def adjoint(problem: Problem) -> Any:
         "FirstOrder": bda.FirstOrder(),
         "Guarded": bda.Guarded(within, limit=1e12),
     }[config.adjoint]
-    return dataclasses.replace(how, **problem.adjoint)
+    return problem.wrap(dataclasses.replace(how, **problem.adjoint))
 
 
 def value(problem: Problem, how: Any) -> tuple[Tensor, list[dict[str, Tensor]]]:

@@ -162,6 +162,7 @@ class Problem:
         self._wrap_hyper()
         self.arguments: dict[str, Any] = {}  # further ones of the call: rollout, hypergradient, unroll, innerloop_ctx
         self.adjoint: dict[str, Any] = {}  # further settings of the adjoint
+        self.wrap: Callable[[Any], Any] = lambda how: how  # what is made of the adjoint
         self.tolerance = 1e-7  # of the naive loop
         later.apply(self)
 
