@@ -10,15 +10,24 @@ import pytest
 import torch
 
 
+def older_than(version: str) -> bool:
+    """Whether torch is older than a version, such as "2.9"."""
+    return _numbers(torch.__version__) < _numbers(version)
+
+
 def needs_torch(version: str, what: str) -> pytest.MarkDecorator:
-    """Skip below a version of torch, such as "2.9", which is the first that has `what`."""
-    return pytest.mark.skipif(_numbers(torch.__version__) < _numbers(version), reason=f"{what}: since torch {version}")
+    """Skip below a version of torch, which is the first that has `what`."""
+    return pytest.mark.skipif(older_than(version), reason=f"{what}: since torch {version}")
+
+
+def lacking(kind: Any, settings: Iterable[str]) -> list[str]:
+    """Return the settings that a class of torch.optim does not take."""
+    return [name for name in settings if name not in inspect.signature(kind).parameters]
 
 
 def skip_without(kind: Any, settings: Iterable[str]) -> None:
     """Skip the test where a class of torch.optim lacks a setting."""
-    lacks = [name for name in settings if name not in inspect.signature(kind).parameters]
-    if lacks:
+    if lacks := lacking(kind, settings):
         pytest.skip(f"{kind.__name__} of torch {torch.__version__} has no {', '.join(lacks)}")
 
 

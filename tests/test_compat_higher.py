@@ -17,6 +17,7 @@ from typing import Any
 import problems
 import pytest
 import torch
+from installed import lacking, older_than
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -567,6 +568,9 @@ CANNOT: dict[str, Callable[[Any], None]] = {
 def test_what_higher_cannot_do_here(capsys: pytest.CaptureFixture[str]) -> None:
     rows, surprises = [], []
     for name, attempt in CANNOT.items():
+        if name == "Adam, decoupled weight decay" and lacking(O.Adam, ["decoupled_weight_decay"]):
+            continue
+        can = name == "torch.compile'd module" and older_than("2.13")
         answers = []
         for hi in (higher, ours):
             torch.manual_seed(0)
@@ -577,7 +581,7 @@ def test_what_higher_cannot_do_here(capsys: pytest.CaptureFixture[str]) -> None:
             except (Exception, pytest.fail.Exception) as error:
                 answers.append(f"no ({type(error).__name__})")
         rows.append(f"  {name:38} {answers[0]:28} {answers[1]}")
-        if answers[1] != "yes" or answers[0] == "yes":
+        if answers[1] != "yes" or (answers[0] == "yes" and not can):
             surprises.append(rows[-1])
     with capsys.disabled():
         print(f"\n  {'what':38} {'higher 0.2.1':28} bda_optim.compat.higher", *rows, sep="\n")

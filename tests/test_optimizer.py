@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from installed import needs_torch
 from optimizers import EXACT, descend, every_rule, lower, make, unchanged, upper
 from problems import mlp, numbers
 from torch import Tensor, nn, optim
@@ -264,6 +265,7 @@ def test_a_group_that_fails_leaves_the_optimizer_as_before() -> None:
     inner.step()
 
 
+@needs_torch("2.6", "an optimizer of named parameters")
 def test_named_parameters_are_taken() -> None:
     model = mlp()
     inner = bda.BDAInnerOptimizer(model.named_parameters(), lr=0.1)

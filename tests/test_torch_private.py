@@ -129,6 +129,7 @@ def test_weighted_seeds() -> None:
         x.half(),
         nn.functional.embedding(index, x, sparse=True),
         torch.gather(x, 0, index, sparse_grad=True),
+        torch.matrix_exp(x @ x.mT),
     ):
         assert not private.takes_weighted_seed(value.grad_fn), "BDA takes a wrong step, or none of its checks"
 

@@ -185,14 +185,15 @@ def takes_weighted_seed(node: Any) -> bool:
     """Whether the backward pass through a node scales with its seed, and its gradient needs no look of its own.
 
     A function of the user's may do anything in its backward pass; those of this package are linear. A cast may lead to
-    half precision. Sparse gradients and ones that cannot be differentiated again are refused elsewhere. The name of a
-    cast's node: since before 2.0. `Node._saved_sparse` and `Node._saved_sparse_grad`: since 2.0; no public alternative.
+    half precision. A matrix exponential's is a series whose length follows the size of the seed: it scales to ten
+    digits only. Sparse gradients and ones that cannot be differentiated again are refused elsewhere. Names of nodes:
+    since before 2.0. `Node._saved_sparse` and `Node._saved_sparse_grad`: since 2.0; no public alternative.
     """
     function = forward_class(node)
     if function is not None:
         owner: str = function.__module__.partition(".")[0]
         return owner == __name__.partition(".")[0]
-    if node.name() == "ToCopyBackward0" or undifferentiable(node) is not None:
+    if node.name() in ("ToCopyBackward0", "LinalgMatrixExpBackward0") or undifferentiable(node) is not None:
         return False
     return not (getattr(node, "_saved_sparse", False) or getattr(node, "_saved_sparse_grad", False))
 
@@ -483,7 +484,10 @@ def call_and_enter(compiled: Callable[..., Any], inputs: Sequence[Tensor]) -> tu
     given the very inputs and its results are handed on; otherwise, and where there is no single `CompiledFxGraph`
     (since 2.1, with a `current_callable` since 2.2), the second result is None.
     """
-    from torch._inductor.output_code import CompiledFxGraph
+    try:
+        from torch._inductor.output_code import CompiledFxGraph
+    except ImportError:  # before 2.6
+        from torch._inductor.codecache import CompiledFxGraph  # type: ignore[attr-defined]
 
     found = _inside(compiled, CompiledFxGraph)
     kinds = {"cpu", *(t.device.type for t in inputs)}
