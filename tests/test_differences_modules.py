@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -166,3 +167,103 @@ def test_checkpoints_around_the_module_afterwards() -> None:
     ):
         (found,) = torch.autograd.grad(F.cross_entropy(call(), T), hyper["rows"], retain_graph=True)
         torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+
+
+# Fresh problems.
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x.view(16, 2, 3))[0][:, -1])
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(6, 2, 16, dropout=0.1, activation="gelu", batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x.view(8, 2, 6)).reshape(16, 6))
+
+
+def convolution() -> nn.Module:
+    layers = [nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.GELU(), nn.AvgPool1d(2), nn.Flatten(), nn.Linear(8, 3)]
+    return nn.Sequential(nn.Unflatten(1, (1, 6)), *layers)
+
+
+FRESH: dict[str, Callable[[], nn.Module]] = {
+    "lstm": Recurrent,
+    "encoder": Encoder,
+    "convolution": convolution,
+    "layer norm": lambda: nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.SiLU(), nn.Linear(16, 3)),
+}
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_fresh_problems(name: str) -> None:
+    torch.manual_seed(3)
+    net = FRESH[name]().double()
+    want = gradients(net, bda.Unroll())
+    assert relative_error(gradients(net, DIFFERENCES), want) < 1e-8
+    single = gradients(net.float(), DIFFERENCES)
+    assert relative_error([g.double() for g in single], want) < 1e-3
+
+
+# What is refused leaves nothing behind.
+
+
+def test_spectral_norm_in_training_mode_is_refused() -> None:
+    net = mlp()
+    net[0] = nn.utils.parametrizations.spectral_norm(net[0])
+    with pytest.raises(NotImplementedError, match=r"spectral_norm in training mode.*eval mode"):
+        gradients(net, DIFFERENCES)
+    net[0].eval()
+    assert relative_error(gradients(net, DIFFERENCES), gradients(net, bda.Unroll())) < 1e-8
+
+
+def surroundings() -> list[Any]:
+    switches = torch.backends.cuda
+    return [
+        switches.flash_sdp_enabled(), switches.mem_efficient_sdp_enabled(), torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["kink", "detach", "error"])
+def test_after_an_exception_everything_is_as_before(where: str) -> None:
+    net = mlp(nn.Dropout(0.2), nn.ReLU() if where == "kink" else nn.Tanh(), nn.BatchNorm1d(8))
+    calls = []
+
+    def f(net: Any, hyper: Any, batch: Any) -> Tensor:
+        calls.append(0)
+        if where == "error" and len(calls) > K + 3:  # in the backward pass
+            raise ZeroDivisionError
+        losses = cross_entropy(net, batch)
+        weights = torch.sigmoid(hyper["rows"])
+        return (losses * (weights * losses.detach() if where == "detach" else weights)).mean()
+
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    hyper = {"rows": draw(16, seed=2).requires_grad_()}
+    inner = bda.BDAInnerOptimizer(net.parameters(), lr=0.3)
+    around = surroundings()
+    torch.manual_seed(5)
+    options: dict[str, Any] = {"steps": K, "batches": [(X, T)] * K, "copy_initial_weights": False}
+    if where == "kink":
+        with pytest.raises(ValueError, match="Relu"):
+            inner.unroll(net, f, hyper=hyper, adjoint=DIFFERENCES, **options)
+    else:
+        fmodel = inner.unroll(net, f, hyper=hyper, adjoint=DIFFERENCES, **options)
+        state = torch.get_rng_state()
+        with pytest.raises(ZeroDivisionError if where == "error" else ValueError):
+            fmodel.eval()(X).square().sum().backward()
+        assert torch.equal(torch.get_rng_state(), state)
+    assert surroundings() == around
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert all(p.grad is None for p in net.parameters()) and hyper["rows"].grad is None
+    assert not inner.state
+    checkpoint(torch.tanh, draw(2).requires_grad_(), use_reentrant=False).sum().backward()  # hooks are allowed

@@ -115,6 +115,23 @@ def test_smooth_losses_are_right(name: str, precision: str) -> None:
     assert relative_error(got, want) < bound
 
 
+def test_a_detached_value_in_the_gradient_of_a_function() -> None:
+    """The gradient of c * c.detach() is that of c^2 / 2: the step is one of that loss, and so is its derivative."""
+
+    def detached(y: Tensor, x: Tensor, batch: Any) -> Tensor:
+        cost = (torch.cosh(y) + y).sum()
+        return cost * cost.detach() + (x * y).sum()
+
+    def plain(y: Tensor, x: Tensor, batch: Any) -> Tensor:
+        return (torch.cosh(y) + y).sum().square() / 2 + (x * y).sum()
+
+    options: dict[str, Any] = {"steps": 3, "lr": 0.01}
+    upper = lambda y, x, b: y.square().sum()  # noqa: E731
+    got = bda.hypergradient(detached, upper, draw(3), draw(3, seed=1), adjoint=bda.Differences(), **options)
+    want = bda.hypergradient(plain, upper, draw(3), draw(3, seed=1), **options)
+    assert relative_error([got.grad], [want.grad]) < 1e-8
+
+
 def test_the_upper_loss_is_probed_too() -> None:
     def upper(y: Tensor, x: Tensor, batch: Any) -> Tensor:
         return ((y.detach() * x).cos() * y).sum() ** 2

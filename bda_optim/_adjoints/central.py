@@ -15,7 +15,7 @@ from .._step.aggregation import needs_upper
 from .._step.gradients import Grads, add, no_gradient
 from .._step.objective import Buffers
 from .._step.step import BDAStep
-from .._support.autograd_graph import nodes
+from .._support.autograd_graph import nodes, refuse_moving_constants
 from .._support.checks import user_level
 from .._support.torch_private import kink, node_dtypes
 from .._support.tree import replace_tensors, tensors
@@ -102,6 +102,7 @@ class Central:
     def _evaluate(self, loss: LossAt, part: Any, buffers: Buffers) -> tuple[Tensor, Buffers]:
         """Return a loss on a part of the batch, and the buffers after it; refuse kinks."""
         value, kept = loss.on(part, buffers)
+        refuse_moving_constants([value])
         if self._scale is None:
             _refuse_kinks(loss.level, _kinks(nodes([value])))
         return value, kept

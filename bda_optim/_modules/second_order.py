@@ -11,7 +11,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from .._support import torch_private
-from .._support.autograd_graph import WithoutSecondDerivative
+from .._support.autograd_graph import BeforeMovingConstants, WithoutSecondDerivative
 from . import batch_norm, convolution, padding, row_norms
 from .closed import chosen
 
@@ -129,13 +129,15 @@ def _mark_input(module: nn.Module, inputs: Any) -> Any:
     return tuple(map(_Marked.apply, inputs)) if module.training else inputs
 
 
-class _Marked(torch.autograd.Function):
+class _Marked(BeforeMovingConstants):
     """The identity before a spectral norm in training mode; it marks the gradient.
 
     Each forward pass moves the singular vectors towards those of the weight, and torch treats them as constants. If
     they have converged, that is right for a gradient, but not for its derivative (0.1 % off on a toy problem).
     """
 
+    operation = "spectral_norm in training mode"
+    alternative = "it in eval mode (that sub-module suffices)"
     generate_vmap_rule = True
 
     @staticmethod
@@ -157,9 +159,6 @@ class _Marked(torch.autograd.Function):
 
 class _MovingSingularVectors(_Marked, WithoutSecondDerivative):
     """The identity in the graph of the gradient."""
-
-    operation = "spectral_norm in training mode"
-    alternative = "it in eval mode (that sub-module suffices)"
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

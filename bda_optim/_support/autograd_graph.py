@@ -66,6 +66,29 @@ class WithoutSecondDerivative(torch.autograd.Function):
     alternative: str
 
 
+class BeforeMovingConstants(torch.autograd.Function):
+    """A function in the graph of a loss that marks what follows: a loss with constants that its own forward pass moves.
+
+    Attributes:
+        operation: The operation whose constants move, for messages.
+        alternative: What to use instead.
+    """
+
+    operation: str
+    alternative: str
+
+
+def refuse_moving_constants(roots: Iterable[Tensor]) -> None:
+    """Raise where gradients at two points would be those of two functions."""
+    for node in nodes(roots):
+        function = forward_class(node)
+        if isinstance(function, type) and issubclass(function, BeforeMovingConstants):
+            raise NotImplementedError(
+                f"`{function.operation}` changes the loss with every forward pass, so that differences of its "
+                f"gradients are not its second derivative. Use {function.alternative} instead."
+            )
+
+
 def refuse_once_differentiable(roots: Iterable[Tensor]) -> None:
     """Raise where a gradient contains something that torch cannot differentiate again."""
     for node in nodes(roots):
