@@ -12,8 +12,8 @@ import sys
 from ._common import ROOT, Place
 
 SCRIPTS = (
-    "against_peers", "memory_vs_k", "tasks", "adjoints", "implicit_peers", "large_models", "scale", "first_call",
-    "passes",
+    "against_peers", "memory_vs_k", "tasks", "adjoints", "adjoints_vs_k", "implicit_peers", "large_models", "scale",
+    "first_call", "passes",
 )  # fmt: skip
 
 

@@ -76,6 +76,14 @@ def figure(found: Mapping[str, Any], picture: Mapping[str, Any]) -> Figure:
     return fig
 
 
+def images_figure(found: Mapping[str, Any], truth: Sequence[float]) -> Figure:
+    """Draw the images alone: the truth, the optimum, and what both methods return from three starts."""
+    with matplotlib.rc_context(STYLE):
+        fig = Figure(figsize=(9.6, 1.9), layout="constrained")
+        draw_images(fig, found, truth)
+    return fig
+
+
 def write_small(fig: Figure, file: IO[bytes]) -> None:
     """Write a PNG of 128 colors: half of the size."""
     picture = io.BytesIO()

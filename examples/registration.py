@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from _registration_report import figure, tables, write_small
+from _registration_report import figure, images_figure, tables, write_small
 from _run import Checkpoint, arguments, provenance, wait_while_paused, write_atomically, write_json
 from _scene import QUADRATIC, TOTAL_VARIATION, Prior, Scene, draw_starts, phi, photographs, scene
 from scipy.optimize import minimize
@@ -322,6 +322,8 @@ def main() -> None:
     found = [work(job, args) for job in todo]
     picture = saved(args, todo[0].scene, "figure", lambda: shown(todo[0], found[0]))
     write_atomically(args.out / "registration.png", lambda file: write_small(figure(found[0], picture), file))
+    images = images_figure(found[0], picture["truth"])
+    write_atomically(args.out / "registration_images.png", lambda file: write_small(images, file))
     for result in found:
         for run in (result["optimum"], *result["runs"]):
             del run["image"]

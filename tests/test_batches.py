@@ -28,6 +28,19 @@ class Listed(Sequence[Any]):
         return self.items[index]
 
 
+class Dataset:
+    """As a map-style dataset of torch.utils.data: it has no `__iter__`."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+
 def test_batches_are_shown_in_order() -> None:
     seen = []
 
@@ -42,7 +55,7 @@ def test_batches_are_shown_in_order() -> None:
     assert seen == [(level, batch) for batch in "abc" for level in ("lower", "upper")] + [("upper", "last")]
 
 
-@pytest.mark.parametrize("kind", [list, tuple, torch.stack, Listed])
+@pytest.mark.parametrize("kind", [list, tuple, torch.stack, Listed, Dataset])
 @exact
 def test_kinds_of_batches(kind: Any, adjoint: Any) -> None:
     shifts = [double(0.1), double(0.2), double(-0.1)]

@@ -68,6 +68,16 @@ def test_adjoints(tmp_path: Path) -> None:
     assert settled["Implicit(), at rest"] < 1e-3 < 1e-2 < settled["Truncated(last=25), at rest"]
 
 
+@pytest.mark.slow
+def test_adjoints_vs_k(tmp_path: Path) -> None:
+    found = smoke("adjoints_vs_k", tmp_path)
+    assert found["steps"] == [20, 400]
+    memory, time = ({name: row[key] for name, row in found["adjoints"].items()} for key in ("peak_growth_mib", "time"))
+    assert memory["Unroll()"][1] > 4 * memory["Checkpointed()"][1] > 0
+    assert memory["Implicit()"][0] is None, "before it comes to rest"
+    assert all(row[-1] > 0 for row in time.values())
+
+
 def test_implicit_peers(tmp_path: Path) -> None:
     found = smoke("implicit_peers", tmp_path)
     ours, plain = (found["errors"][f"{name}, alpha=1e-3, K=100"] for name in ("Implicit(settle=16)", "Unroll()"))

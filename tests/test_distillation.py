@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -56,12 +55,3 @@ def test_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert distillation.table(results) in capsys.readouterr().out
     with pytest.raises(SystemExit):
         scripts.run("distillation", "--resume")
-
-
-RESULTS = sorted((ROOT / "examples" / "results").glob("distillation*.json"))
-
-
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_the_readme_says_what_was_measured(path: Path) -> None:
-    text = (ROOT / "examples" / "README.md").read_text("utf-8")
-    assert distillation.table(json.loads(path.read_text("utf-8"))) in text

@@ -310,9 +310,8 @@ def test_upper_iterations_until(example: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_the_readme_has_the_table_of_the_results(example: ModuleType, path: Path) -> None:
+def test_the_recorded_runs_had_one_budget(example: ModuleType, path: Path) -> None:
     found = json.loads(path.read_text())
-    assert example.table(found) in (ROOT / "examples" / "README.md").read_text("utf-8")
     assert found["settings"]["test_episodes"] == 600
     counts = {curve[-1][0] for method in found["methods"].values() for curve in method["curves"]}
     assert counts == {found["settings"]["iterations"]}  # the same budget for all

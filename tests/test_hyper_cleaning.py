@@ -260,7 +260,7 @@ def test_memory_at_800_steps() -> None:
     """One upper iteration of BDA stays below 300 MiB over the data.
 
     With 49 pixels instead of 784, to take a quarter of the time: the records of the steps are as large, 7000 x 10, and
-    the 80 stored states of 31 kB would add 2 MiB. At full size it was 91 MiB (examples/README.md).
+    the 80 stored states of 31 kB would add 2 MiB. At full size it was 91 MiB.
     """
     command = [sys.executable, "-c", MEMORY, str(SCRIPT.parent)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=500)
@@ -320,20 +320,5 @@ def test_the_rates_are_those_that_were_chosen(choice: ModuleType, example: Modul
         assert example.METHODS[name]._asdict() == found["chosen"]
     for method in example.METHODS.values():
         assert (method.lower_lr, method.x_lr) == (example.METHODS["RHG"].lower_lr, example.METHODS["RHG"].x_lr)
-    assert choice.table(results) in (ROOT / "examples" / "README.md").read_text("utf-8")
     reported = {cell["seed"] for path in RESULTS for cell in json.loads(path.read_text())["cells"]}
     assert not reported & set(results["settings"]["seeds"])
-
-
-# --- the results in the README ----------------------------------------------------------------------------------------
-
-
-EARLIER = sorted((ROOT / "examples" / "results").glob("earlier_hyper_cleaning_*.json"))
-
-
-@pytest.mark.parametrize("path", [*RESULTS, *EARLIER], ids=lambda path: path.stem)
-def test_readme_has_the_results(example: ModuleType, path: Path) -> None:
-    results = json.loads(path.read_text())
-    readme = (ROOT / "examples" / "README.md").read_text("utf-8")
-    for line in example.tables(results).splitlines():
-        assert line in readme.splitlines()

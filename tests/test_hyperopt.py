@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import itertools
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +16,6 @@ pytest.importorskip("tqdm")
 
 import _hyperopt_report as report
 import hyperopt
-import hyperopt_plain
 import scripts
 from torch import Tensor
 
@@ -121,22 +117,3 @@ def test_smoke_without_optuna(
     assert [run["method"] for run in results["runs"]] == ["hypergradient", "random"]
     assert all(run["curve"][0][1] >= run["best"] == run["curve"][-1][1] for run in results["runs"])
     assert (tmp_path / "hyperopt.png").read_bytes().startswith(b"\x89PNG\r\n")
-
-
-# --- the README -------------------------------------------------------------------------------------------------------
-
-README = (ROOT / "examples" / "README.md").read_text("utf-8")
-
-
-def test_the_readme_shows_the_difference() -> None:
-    plain, tuned = (inspect.getsource(module.train).splitlines() for module in (hyperopt_plain, hyperopt))
-    difference = "\n".join(list(difflib.unified_diff(plain, tuned, lineterm="", n=2))[3:])
-    assert f"```diff\n{difference}\n```" in README
-
-
-RESULTS = sorted((ROOT / "examples" / "results").glob("hyperopt*.json"))
-
-
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_the_readme_says_what_was_measured(path: Path) -> None:
-    assert report.table(json.loads(path.read_text("utf-8"))) in README

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -173,16 +172,6 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "registration.png").read_bytes().startswith(b"\x89PNG\r\n")
     again = scripts.results("registration", tmp_path, "--smoke", "--resume")  # nothing is left to do
     assert again["scenes"] == results["scenes"]
-
-
-RESULTS = sorted((ROOT / "examples" / "results").glob("registration*.json"))
-
-
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_the_readme_says_what_was_measured(path: Path) -> None:
-    text = (ROOT / "examples" / "README.md").read_text("utf-8")
-    for scene in json.loads(path.read_text("utf-8"))["scenes"]:
-        assert report.table(scene) in text
 
 
 def test_the_figure_is_small() -> None:

@@ -18,6 +18,8 @@ from .tangents import Attached, identity, scalars
 class ForwardMode:
     r"""Carry the derivatives forward along with the state: exact, for any K, at a cost that grows with P upper scalars.
 
+    `limit` counts upper scalars: the elements of all tensors that require grad.
+
     .. math:: \dot y_{k+1} = \partial_y S \, \dot y_k + \partial_x S
 
     Not recommended for more than a few upper variables: each step costs P tangents, and P copies of the state are kept.

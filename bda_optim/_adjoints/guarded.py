@@ -21,6 +21,8 @@ from .unroll import Unroll
 class Guarded:
     r"""Watch the adjoints :math:`\lambda_k = dF / d(\text{state after step } k)` on their way back, or clip them.
 
+    `limit` bounds the norm of an adjoint; it counts no steps.
+
     Where a step is not a contraction, the adjoints may grow from step to step although all iterates are finite; the
     hypergradient is then exact but useless. With `limit` a backward pass in which the norm of an adjoint exceeds it
     (or is not finite) raises `FloatingPointError` and names the first such step on the way back. With `clip` every

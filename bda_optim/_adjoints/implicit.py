@@ -29,6 +29,8 @@ SOLVERS = ("auto", "minres", "gmres", "neumann")
 class Implicit:
     r"""Differentiate the fixed point of the aggregated step: memory and backward pass do not depend on K.
 
+    `limit` counts the products with the derivative of one step that a solve may take.
+
     K steps run without a graph. Then y_K is taken for the fixed point of the plain map S of the step at its stationary
     rate s (with momentum ``lr (1 - dampening) / (1 - momentum)``), and the implicit function theorem gives
 

@@ -152,12 +152,13 @@ class _Stream:
 
 def _checked(batches: Any, steps: int) -> Any:
     """Return batches that can be read by number; an iterable becomes a stream."""
-    if isinstance(batches, dict | str) or not hasattr(batches, "__iter__"):
+    numbered = hasattr(batches, "__getitem__") and hasattr(batches, "__len__")  # a torch Dataset has no __iter__
+    if isinstance(batches, dict | str) or not (numbered or hasattr(batches, "__iter__")):
         raise TypeError(
             f"`batches` must have one batch per step; got {type(batches).__name__}. Pass a list, for example "
             "`list(itertools.islice(loader, steps))`."
         )
-    if not hasattr(batches, "__getitem__") or not hasattr(batches, "__len__"):
+    if not numbered:
         return _Stream(batches, steps)
     if len(batches) != steps:
         raise ValueError(

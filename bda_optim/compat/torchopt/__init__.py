@@ -10,13 +10,11 @@ BDA is the transformation `bda(...)`; `FuncBDA` and `MetaBDA` give it both gradi
 of gradients, here that of the lower loss; the upper gradients travel in the state, so that they also pass through a
 `torchopt.chain`:
 
-| where | how the upper gradients enter |
-|---|---|
-| by hand | ``transformation.update(lower_grads, state, params=params, upper_updates=upper_grads)`` |
-| by hand, in a chain | ``chain.update(lower_grads, with_upper(state, upper_grads), params=params)`` |
-| functional optimizer | ``FuncBDA(transformation).step(lower_loss, params, upper_loss=upper_loss)`` |
-| meta-optimizer | ``MetaBDA(module, transformation).step(lower_loss, upper_loss)`` |
-| alpha = 0 | there are none: torchopt's own `FuncOptimizer`, `MetaOptimizer` and `Optimizer` will do |
+- By hand: ``transformation.update(lower_grads, state, params=params, upper_updates=upper_grads)``.
+- By hand, in a chain: ``chain.update(lower_grads, with_upper(state, upper_grads), params=params)``.
+- With a functional optimizer: ``FuncBDA(transformation).step(lower_loss, params, upper_loss=upper_loss)``.
+- With a meta-optimizer: ``MetaBDA(module, transformation).step(lower_loss, upper_loss)``.
+- With alpha = 0 there are none, and torchopt's own `FuncOptimizer`, `MetaOptimizer` and `Optimizer` suffice.
 
 What stands before `bda` in a chain sees the lower gradients only, what stands after it the whole aggregated step. Like
 `torchopt.sgd`, `bda` contains the rates and the sign: what it returns is added to the parameters.

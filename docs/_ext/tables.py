@@ -1,0 +1,346 @@
+"""Recorded results as Markdown: the tables and numbers of the pages, and those of the README.
+
+    python docs/_ext/tables.py            # write the README's numbers anew, from benchmarks/results
+
+Every number comes from a JSON file that a benchmark, an example or the campaign has written.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks" / "results"
+EXPERIMENTS = ROOT / "examples" / "results"
+CAMPAIGN = ROOT / "tests" / "campaign" / "results"
+README = ROOT / "README.md"
+ABSENT = "*No run has been recorded yet.*"
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text("utf-8"))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> str:
+    """Lay out a Markdown table: the first columns are text, the others are aligned as numbers."""
+    rule = ["---"] * text_columns + ["---:"] * (len(head) - text_columns)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.{digits}f}" if value < 100 else f"{value:.0f}"
+
+
+# --- benchmarks -------------------------------------------------------------------------------------------------------
+
+
+def entries(name: str, workload: str) -> dict[str, dict[str, Any]]:
+    """Return what was measured of one workload, by contestant."""
+    found = next(w for w in read(BENCHMARKS / f"{name}.json")["workloads"] if w["name"] == workload)
+    return {entry["name"]: entry for entry in found["entries"]}
+
+
+WORKLOADS = {
+    "mlp": "MLP 64-256-256-10, batch 64, K = 50",
+    "softmax": "softmax regression, 7000 x 784, K = 20",
+    "conv": "convolutional network",
+    "transformer": "transformer",
+    "counterexample": "counter-example, alpha = 0, K = 64",
+    "counterexample_bda": "counter-example, BDA, K = 64",
+}
+PEERS = ("higher", "torchopt", "JAX jit+scan", "ours, Unroll", "ours, Unroll, compiled", "ours, Checkpointed")
+
+
+def peers() -> str:
+    """Return the time of one hypergradient over that of higher."""
+    rows = []
+    for workload, title in WORKLOADS.items():
+        found = entries("against_peers", workload)
+        rows.append([title, *(number(found[peer]["ratio"]) if peer in found else "-" for peer in PEERS)])
+    return table(["CPU time over that of higher", *(_short(peer) for peer in PEERS)], rows)
+
+
+def _short(name: str) -> str:
+    """Write a contestant as the pages write it."""
+    return re.sub(r"^ours, ([^,]+)", r"`\1`", name).replace("JAX jit+scan", "JAX")
+
+
+def first_calls() -> str:
+    """Return how long the first compiled call takes: cold, and in a second process."""
+    path = BENCHMARKS / "first_call.json"
+    if not path.exists():
+        return ABSENT
+    found = read(path)["workloads"]
+    rows = [[w["title"], *(number(w[key], 1) for key in ("cold_s", "second_process_s", "jax_s"))] for w in found]
+    return table(["seconds of the first call", "nothing cached", "second process", "JAX"], rows)
+
+
+def memory() -> str:
+    """Return the growth of memory with K, beside higher and torchopt."""
+    part = next(p for p in read(BENCHMARKS / "memory_vs_k.json")["parts"] if p["name"] == "memory")
+    rows = [[_short(name), *(number(v, 0) for v in grown)] for name, grown in part["peak_growth_mib"].items()]
+    return table(["peak growth, MiB", *(f"K = {k}" for k in part["steps"])], rows)
+
+
+def adjoints() -> str:
+    """Return memory and time of each adjoint against K."""
+    found = read(BENCHMARKS / "adjoints_vs_k.json")
+    lengths = found["steps"]
+    head = ["adjoint", *(f"MiB, K = {k}" for k in lengths), *(f"time, K = {k}" for k in lengths)]
+    rows = [
+        [f"`{name}`", *(number(v, 1) for v in row["peak_growth_mib"]), *(number(v) for v in row["time"])]
+        for name, row in found["adjoints"].items()
+    ]
+    return table(head, rows)
+
+
+def tasks() -> str:
+    """Return how many times faster tasks run at once than one after the other with higher."""
+    titles = {
+        "heads": "32 linear heads, 5-way 1-shot, K = 20",
+        "mlps": "16 MLPs, 10-way 1-shot, K = 5",
+        "mlps_5_shot": "16 MLPs, 10-way 5-shot, K = 5",
+    }
+    names = ("ours, tasks=B", "ours, tasks=B, compiled", "JAX jit+vmap+scan")
+    rows = []
+    for workload, title in titles.items():
+        found = entries("tasks", workload)
+        rows.append([title, *(number(found[name]["times_faster"], 1) if name in found else "-" for name in names)])
+    return table(["times as fast as a loop over higher", "`tasks=B`", "`tasks=B`, compiled", "JAX"], rows)
+
+
+def implicit() -> str:
+    """Return the error of implicit solvers on problems whose hypergradient is known."""
+    found = read(BENCHMARKS / "implicit_peers.json")["errors"]
+    problems = list(next(iter(found.values())))
+
+    def cell(value: float | str | None) -> str:
+        return "fails" if value is None or isinstance(value, str) else f"{value:.0e}"
+
+    return table(["relative error", *problems], [[name, *map(cell, row.values())] for name, row in found.items()])
+
+
+def recorded_on(name: str) -> str:
+    """Return when and on what a benchmark ran."""
+    about = read(BENCHMARKS / f"{name}.json")
+    return f"Recorded on {about['date']}: {about['machine']}; torch {about['torch']}."
+
+
+# --- reliability ------------------------------------------------------------------------------------------------------
+
+
+def _outcomes(result: Mapping[str, Any]) -> str:
+    found = dict(result["outcomes"])
+    alone = {key.removeprefix("torch alone: "): found.pop(key) for key in list(found) if key.startswith("torch alone")}
+    words = {"zero": "zero by definition", "diverged": "diverged in both loops", "kink": "too rough for differences"}
+    found["right"] += found.pop("right, compiled", 0)
+    text = ", ".join(f"{count:,} {words.get(name, name)}" for name, count in found.items())
+    return text + (f" (torch alone: {', '.join(f'{count} {name}' for name, count in alone.items())})" if alone else "")
+
+
+def _campaign() -> dict[str, tuple[str, Callable[[Any], str]]]:
+    return {
+        "fuzz": ("random configurations against a naive loop and finite differences", _outcomes),
+        "fuzz_later": ("the same, with the options of version 0.2", _outcomes),
+        "mutants": ("faults put into the package on purpose", lambda r: f"{r['caught']} caught by the tests"),
+        "layers": ("layers and functions of `torch.nn` in an inner loop", _outcomes),
+        "awkward": ("awkward modules: tied, shared, frozen, hooked, parametrized", _outcomes),
+        "faults": (
+            "errors raised at every step, in both losses, their gradients and the backward pass",
+            lambda r: f"{len(r['failures'])} changes of module, optimizer, `.grad` or global state",
+        ),
+        "interrupts": (
+            "Ctrl-C at lines of the library and by signals",
+            lambda r: f"{len(r['failures'])} changes; parameters identical",
+        ),
+        "kills": ("SIGKILL while a checkpoint is saved", lambda r: f"{len(r['failures'])} damaged files"),
+        "threads": ("uses of one module and one optimizer by several threads", lambda r: f"{r['wrong']} wrong"),
+        "memory": (
+            "upper iterations without the garbage collector",
+            lambda r: (
+                f"{max(s['cyclic'] for s in r['styles'].values())} cyclic objects; the process grew by at most "
+                f"{max(s['grown'] for s in r['styles'].values()):.2f} MB"
+            ),
+        ),
+    }
+
+
+def reliability() -> str:
+    """Return what the campaign tried, and what came of it."""
+    rows = []
+    for name, (title, result) in _campaign().items():
+        found = read(CAMPAIGN / f"{name}.json")
+        rows.append([title, f"{found['count']:,}", result(found)])
+    head = ["what", "tried", "result"]
+    return table(head, rows).replace("|---:|---:|", "|---:|---|").replace("| ---: | ---: |", "| ---: | --- |")
+
+
+# --- experiments ------------------------------------------------------------------------------------------------------
+
+
+def _script(name: str) -> Any:
+    for folder in ("examples", "examples/paper"):
+        if str(ROOT / folder) not in sys.path:
+            sys.path.append(str(ROOT / folder))
+    return importlib.import_module(name)
+
+
+def _lasso(found: Any) -> str:
+    problems = dict.fromkeys(run["problem"] for run in found["runs"])
+    return "\n\n".join(f"**{problem}**\n\n{_script('lasso').table(found['runs'], problem)}" for problem in problems)
+
+
+def _learned(found: Any) -> str:
+    head = ["start (x, y)", *(f"{name}: x, F" for name in found["runs"])]
+    rows = []
+    for i, (x, y) in enumerate(found["starts"]):
+        cells = [f"{run['x'][i]:.3f}, {run['F'][i]:.3f}" for run in found["runs"].values()]
+        rows.append([f"({x:g}, {y:g})", *cells])
+    return table(head, rows)
+
+
+def _maml_sine(found: Any) -> str:
+    rows = []
+    for method in dict.fromkeys(run["method"] for run in found["runs"]):
+        runs = [run for run in found["runs"] if run["method"] == method]
+        columns = zip(*(run["losses"] for run in runs), strict=True)
+        rows.append([method, *(f"{statistics.mean(c):.2f} ± {statistics.stdev(c):.2f}" for c in columns)])
+    return table(["steps", *map(str, found["steps"])], rows)
+
+
+def _few_shot(found: Any) -> str:
+    settings = found["settings"]
+    name = {"omniglot": "Omniglot", "cifar_fs": "CIFAR-FS", "mini_imagenet": "mini-ImageNet"}[settings["dataset"]]
+    budget = f"{settings['iterations']} upper iterations of {settings['tasks']} tasks"
+    title = f"**{name}, {settings['ways']}-way {settings['shots']}-shot**, {budget}:"
+    return f"{title}\n\n{_script('few_shot').table(found)}"
+
+
+RENDERERS: dict[str, Callable[[Any], str]] = {
+    "choice_hyper_cleaning": lambda found: _script("hyper_cleaning_choice").table(found),
+    "diagnosis": lambda found: _script("diagnosis").table(found["problems"]),
+    "distillation": lambda found: _script("distillation").table(found),
+    "few_shot": _few_shot,
+    "hyper_cleaning": lambda found: _script("hyper_cleaning").tables(found),
+    "hyperopt": lambda found: _script("_hyperopt_report").table(found),
+    "language_model": lambda found: _script("language_model_data_weights").table(found),
+    "lasso": _lasso,
+    "learned_initialisation": _learned,
+    "maml_sine": _maml_sine,
+    "registration": lambda found: _script("_registration_report").tables(found),
+}
+"""How the results of a script are shown; the names of its files begin with the key."""
+
+
+def experiment(path: Path) -> str:
+    """Return one recorded run of an example."""
+    name = path.stem.removeprefix("earlier_")
+    return next(render for key, render in RENDERERS.items() if name.startswith(key))(read(path))
+
+
+def hyperopt_difference() -> str:
+    """Return the difference between the plain training loop and the tuned one."""
+    plain, tuned = (inspect.getsource(_script(name).train).splitlines() for name in ("hyperopt_plain", "hyperopt"))
+    lines = list(difflib.unified_diff(plain, tuned, lineterm="", n=2))[3:]
+    return "\n".join(["```diff", *lines, "```"])
+
+
+# --- what pages and the README ask for --------------------------------------------------------------------------------
+
+TABLES: dict[str, Callable[[], str]] = {
+    "adjoints": adjoints,
+    "first calls": first_calls,
+    "hyperopt difference": hyperopt_difference,
+    "implicit": implicit,
+    "memory": memory,
+    "peers": peers,
+    "reliability": reliability,
+    "tasks": tasks,
+}
+
+
+def sources(name: str) -> list[Path]:
+    """Return the files of examples/results whose names match."""
+    return [] if name in TABLES else sorted(EXPERIMENTS.glob(f"{name}.json"))
+
+
+def markdown(name: str) -> str:
+    """Return the table of that name, or those of every recorded run that matches."""
+    if name in TABLES:
+        return TABLES[name]()
+    found = sources(name)
+    return "\n\n".join(map(experiment, found)) if found else ABSENT
+
+
+def _grown(name: str, steps: int) -> float:
+    part = next(p for p in read(BENCHMARKS / "memory_vs_k.json")["parts"] if p["name"] == "memory")
+    return part["peak_growth_mib"][name][part["steps"].index(steps)]
+
+
+def _bda_cost(mode: str) -> float:
+    found = entries("against_peers", "aggregation")
+    return found[f"ours, {mode}, BDA"]["cpu_ms"] / found[f"ours, {mode}, alpha=0"]["cpu_ms"]
+
+
+def _ratio(workload: str, name: str) -> float:
+    return entries("against_peers", workload)[name]["ratio"]
+
+
+NUMBERS: dict[str, Callable[[], str]] = {
+    "mlp eager": lambda: number(_ratio("mlp", "ours, Unroll")),
+    "mlp compiled": lambda: number(_ratio("mlp", "ours, Unroll, compiled")),
+    "memory higher": lambda: f"{_grown('higher', 1000):.0f} MiB",
+    "memory checkpointed": lambda: f"{_grown('ours, Checkpointed', 1000):.0f} MiB",
+    "memory ratio": lambda: f"{_grown('higher', 1000) / _grown('ours, Checkpointed', 1000):.0f}",
+    "checkpointed eager": lambda: number(_ratio("mlp", "ours, Checkpointed")),
+    "heads compiled": lambda: number(entries("tasks", "heads")["ours, tasks=B, compiled"]["times_faster"], 0),
+    "heads eager": lambda: number(entries("tasks", "heads")["ours, tasks=B"]["times_faster"], 0),
+    "bda eager": lambda: number(_bda_cost("Unroll"), 1),
+    "bda compiled": lambda: number(_bda_cost("Unroll, compiled"), 1),
+    "conv compiled": lambda: number(_ratio("conv", "ours, Unroll, compiled")),
+    "jax compiled": lambda: number(
+        entries("against_peers", "mlp")["ours, Unroll, compiled"]["cpu_ms"]
+        / entries("against_peers", "mlp")["JAX jit+scan"]["cpu_ms"],
+        1,
+    ),
+}
+
+
+def measured() -> str:
+    """Return the numbers of the README: three ratios, and what they cost."""
+    n = {name: number() for name, number in NUMBERS.items()}
+    ratios = [
+        ["time of a hypergradient, MLP, K = 50: default, compiled", f"{n['mlp eager']} x, {n['mlp compiled']} x"],
+        ["memory, MLP, K = 1000: `Checkpointed()`", f"{n['memory checkpointed']} instead of {n['memory higher']}"],
+        ["32 few-shot heads at once: default, compiled", f"{n['heads eager']}, {n['heads compiled']} times as fast"],
+    ]
+    costs = [
+        f"What it costs: `Checkpointed()` takes {n['checkpointed eager']} x of `higher`'s time.",
+        f"A step with `alpha > 0` takes {n['bda eager']} x as long as one without.",
+        f"Compiled, a convolutional network takes {n['conv compiled']} x of `higher`'s time,",
+        f"and the MLP {n['jax compiled']} x of JAX's. The first compiled call takes seconds.",
+    ]
+    return table(["beside `higher`, on one CPU thread", ""], ratios) + "\n\n" + "\n".join(costs)
+
+
+MARKED = re.compile(r"(<!-- measured -->\n).*?(<!-- /measured -->)", re.DOTALL)
+
+
+def readme() -> str:
+    """Return the README with its numbers as they are recorded now."""
+    return MARKED.sub(lambda m: f"{m[1]}{measured()}\n{m[2]}", README.read_text("utf-8"))
+
+
+if __name__ == "__main__":
+    README.write_text(readme(), "utf-8")
