@@ -5,6 +5,19 @@
 Softmax regression on 1000 examples of 100 features and 5 classes, with a penalty, and ten upper variables: a weight for
 each hundred of the examples (for `FirstOrder`, the initial weights). Memory is the growth of a process of its own. Time
 is CPU time over that of K steps without a graph, interleaved.
+
+Latest output (one round on a loaded machine, and K up to 400: preliminary):
+
+2026-11-18; x86_64, 2 cores, CPU, one thread, float32; torch 2.13.0+cpu
+
+adjoint                MiB, K=25  MiB, K=100  MiB, K=400  time, K=25  time, K=100  time, K=400
+Unroll()                    1.88        7.44       29.52        1.63         1.56         1.76
+Checkpointed()              0.55        0.94        1.90        3.72         3.02         3.69
+Checkpointed(slots=8)       0.41        0.50        0.82        4.69         4.97         6.42
+Truncated(last=25)          1.90        1.97        2.13        1.71         1.04         1.09
+FirstOrder()                0.17        0.33        0.79        1.13         1.00         1.08
+ForwardMode()               2.94        4.82       10.00        6.25         6.28         7.12
+Implicit()                     -           -        0.53           -            -         1.12
 """
 
 from __future__ import annotations

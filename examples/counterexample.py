@@ -14,8 +14,8 @@ There are two ways to run the upper level, and both are shown:
 
     python examples/counterexample.py
 
-prints a table and writes it as JSON, beside the paper's three figures; --help lists the options. Nothing is random, y
-has two elements, and it takes half a minute: there is no seed, no device to choose and nothing to resume.
+prints a table, and writes it as JSON together with the paper's three figures; --help lists the options. Nothing is
+random, and the run takes half a minute.
 
 Reference: Liu, Mu, Yuan, Zeng, Zhang, "A Generic First-Order Algorithmic Framework for Bi-Level Programming Beyond
 Lower-Level Singleton", ICML 2020: the counter-example, and the experiments on synthetic problems.

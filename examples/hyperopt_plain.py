@@ -1,7 +1,6 @@
 """A plain training loop: a small convolutional network by SGD, with settings that somebody typed in.
 
-hyperopt.py starts from this file, and differs from it in the function `train` alone; examples/README.md shows the
-difference.
+hyperopt.py differs from this file in the function `train`; docs/worked/tuning.md shows the difference.
 
     python examples/hyperopt_plain.py --data DIR
 """

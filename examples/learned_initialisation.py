@@ -4,16 +4,15 @@ r"""A nonconvex lower level: learn where the inner loop starts, together with x.
 
 f has many minimisers, and K small steps end in the one beside y_0. The best is y = -2, at x* = 11 pi / 4 = 8.639, where
 F = -8.639. Unrolling from a fixed y_0 (RHG) finds it from none of four starts: from three of them x runs to its bound,
-and from the fourth to a worse place. With the initialisation z as a second upper variable (``params=z, hyper=[x, z]``:
-that is all there is to it) every start ends beside x*. It does not come to rest there, since its steps have a fixed
-length.
+and from the fourth to a worse place. With the initialisation z as a second upper variable (``params=z, hyper=[x, z]``)
+every start ends beside x*. The iterates do not come to rest there, because the steps have a fixed length.
 
     python examples/learned_initialisation.py
 
 prints a table, and writes it as JSON beside a figure; it takes ten seconds.
 
 Reference: Liu, Liu, Zeng, Zhang, "Towards Gradient-based Bilevel Optimization with Non-convex Followers and Beyond",
-NeurIPS 2021, from where the problem and its rates are. Its pessimistic trajectory truncation is left out: alone it does
+NeurIPS 2021, which has the problem and its rates. Its pessimistic trajectory truncation is left out: alone it does
 not help on this problem.
 """
 

@@ -1,6 +1,6 @@
 """MAML on sine waves: initial weights from which one gradient step on ten points fits a new wave (Finn et al. 2017).
 
-The template to copy. Beside MAML it trains the same network without inner steps ("pretrained"), for comparison.
+For comparison the same network is trained without inner steps ("pretrained"). examples/start/maml.py is the short form.
 """
 
 import argparse

@@ -8,9 +8,8 @@ library is an argument, so that the only line that differs between the two runs 
     python examples/migrate_higher_maml.py
 
 prints the losses of both and the largest difference of losses and weights, in float32 and float64, and fails where it
-is above 1e-6 or 1e-12. The last line is what the change of the import makes possible: the same script with one inner
-optimizer more, whose steps also look at the query set. It takes seconds, on the CPU, and writes no files: beside --seed
-there is nothing to choose.
+is above 1e-6 or 1e-12. The last line shows what the new import makes possible: the same script with another inner
+optimizer, whose steps also look at the query set. The script takes seconds and writes no files.
 """
 
 from __future__ import annotations

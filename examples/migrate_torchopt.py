@@ -8,8 +8,7 @@ data; torchopt's MetaAdam. This one is also run with ``rule=torchopt.adam(...)``
 
 prints the differences in float32 and float64, relative to the largest number, and fails where one is above 1e-6 or
 1e-12. One is: in float32 torchopt's Adam computes 1 - 0.999^t with an error of 3e-5, so there both libraries are
-measured by the result in float64. Whatever is not imported from the two libraries is shared. It takes seconds, on the
-CPU, and writes no files: beside --seed there is nothing to choose.
+measured by the result in float64. The script takes seconds and writes no files.
 """
 
 from __future__ import annotations

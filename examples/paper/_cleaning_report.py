@@ -66,7 +66,7 @@ def entry(found: Sequence[float], digits: int) -> str:
 
 
 def tables(results: Mapping[str, Any]) -> str:
-    """Return the tables of the README, in Markdown."""
+    """Return the tables in Markdown."""
     lines, steps = [], sorted({cell["steps"] for cell in results["cells"]})
     absent = {"lower_only"} - results["cells"][0].keys()  # earlier results lack it
     for key, title, digits in [row for row in (*REPORTED, *CONDUCT) if row[0] not in absent]:

@@ -33,7 +33,7 @@ def mean(values: Sequence[float | None]) -> float | None:
 
 
 def table(found: dict[str, Any]) -> str:
-    """As in examples/README.md."""
+    """Return the results in Markdown."""
     settings = found["settings"]
     paper = PAPER.get((settings["dataset"], settings["ways"], settings["shots"]), (None,) * len(COLORS))
     heads = ("method", "accuracy, %", "paper, %", f"upper iterations until {found['target']:.0%}", "CPU s")

@@ -20,7 +20,7 @@ through which the hypergradient reaches the backbone.
 In training BDA's lower steps see the query labels, as its aggregation says. In validation and test they must not: those
 labels are what is to be predicted. There every method, BDA too, adapts to the support set alone (alpha = 0). The paper
 does not say what it does at this point; anything else would read the answers. This is also why alpha has to be small:
-a backbone that is trained for heads which know the query labels may unlearn to do without them (examples/README.md).
+a backbone that is trained for heads which know the query labels may unlearn to do without them (docs/experiments.md).
 
 The protocol is MAML's, as in the paper. Omniglot's characters are divided at random, and turned by 90, 180 and 270
 degrees they count as further classes. Batch normalisation uses the statistics of the set at hand, support or query, of
@@ -120,7 +120,7 @@ class Conv4(nn.Module):
 
     Halving before the normalisation leaves it a quarter of the work. The filters grow from block to block as the images
     shrink: for the time that 32 everywhere take, the head sees 128 features. The last block has no ReLU, so that these
-    are centred: a head that starts from zero learns far faster from them (examples/README.md).
+    are centred: a head that starts from zero learns far faster from them.
     """
 
     def __init__(self, shape: Sequence[int], filters: Sequence[int], ways: int) -> None:
