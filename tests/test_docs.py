@@ -22,6 +22,10 @@ README = (ROOT / "README.md").read_text("utf-8")
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
 
 
+OPTIONAL = {"accelerate", "higher", "lightning", "peft", "tensorboard", "torchopt", "transformers", "wandb"}
+"""What a snippet may need beside torch; where it is not installed, the snippet is skipped."""
+
+
 def side(difference: str, mark: str) -> str:
     """Return one of the two programs of a difference."""
     lines = [line or " " for line in difference.splitlines()]
@@ -55,7 +59,14 @@ def runs_code(path: Path) -> bool:
     return "\n```python\n" in path.read_text("utf-8")
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", *filter(runs_code, PAGES)], ids=lambda path: path.stem)
+SLOW = {"transformers"}
+RUN = [
+    pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in SLOW else ())
+    for path in [ROOT / "README.md", *filter(runs_code, PAGES)]
+]
+
+
+@pytest.mark.parametrize("path", RUN)
 def test_snippets_run(path: Path, subtests: Any) -> None:
     """One after the other, in one namespace per page."""
     _run(path, subtests, fast=True)
@@ -69,6 +80,7 @@ def test_the_snippet_that_compiles(subtests: Any) -> None:
 def _run(path: Path, subtests: Any, *, fast: bool) -> None:
     examples = snippets(path)
     assert examples
+    absent = ""
     for example in examples:
         example.namespace["fast"] = fast
         with subtests.test(f"line {example.line}"):
@@ -76,6 +88,12 @@ def _run(path: Path, subtests: Any, *, fast: bool) -> None:
                 example.evaluate()
             except unittest.SkipTest as reason:
                 pytest.skip(str(reason))
+            except ModuleNotFoundError as missing:
+                if (missing.name or "").split(".")[0] not in OPTIONAL:
+                    raise
+                absent = str(missing)
+        if absent:
+            pytest.skip(f"the rest of the page: {absent}")
 
 
 def test_a_snippet_that_is_wrong_fails(tmp_path: Path) -> None:
@@ -132,7 +150,7 @@ def test_every_public_name_is_on_an_api_page() -> None:
     assert "bda_optim.prox" in documented
 
 
-@pytest.mark.parametrize("name", [name for name in tables.TABLES if name != "first calls"])
+@pytest.mark.parametrize("name", [name for name in tables.TABLES if name not in ("first calls", "large models")])
 def test_tables_of_benchmarks(name: str) -> None:
     text = tables.markdown(name)
     assert text.count("\n") > 3 and "nan" not in text and "None" not in text

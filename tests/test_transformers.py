@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -226,15 +223,6 @@ def test_output_objects_and_methods_of_the_module() -> None:
     assert grad.abs().sum() > 0
     assert torch.equal(fmodel.get_input_embeddings().weight, fmodel.params["transformer.wte.weight"])
     assert fmodel.config is problem.model.config
-
-
-@pytest.mark.slow
-def test_the_page_on_transformers_runs() -> None:
-    page = (Path(__file__).resolve().parent.parent / "docs" / "transformers.md").read_text("utf-8")
-    snippets = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
-    scope: dict[str, Any] = {"__name__": "page"}
-    exec(compile("\n".join(snippets), "docs/transformers.md", "exec"), scope)
-    assert len(snippets) > 5 and distance([scope["by_differences"]], [scope["in_parts"]]) < 1e-2
 
 
 @pytest.mark.slow

@@ -119,6 +119,20 @@ def adjoints() -> str:
     return table(head, rows)
 
 
+def large_models() -> str:
+    """Return memory and time of a hypergradient of GPT-2 over those of `Checkpointed(slots=4)`."""
+    path = BENCHMARKS / "large_models.json"
+    rows = []
+    for part in read(path)["parts"] if path.exists() else []:
+        found = {entry["name"]: entry for entry in part.get("entries", ())}
+        base = found.get("Checkpointed(slots=4)")
+        for name, e in found.items() if base else ():
+            time, memory = (number(e[key] / base[key]) for key in ("cpu_ms", "peak_growth_mib"))
+            rows.append([f"`{name}`", part["name"], number(e["peak_growth_mib"], 0), memory, time])
+    head = ["adjoint", "rule", "peak growth, MiB", "over `Checkpointed(slots=4)`", "time over its time"]
+    return table(head, rows, text_columns=2) if rows else ABSENT
+
+
 def tasks() -> str:
     """Return how many times faster tasks run at once than one after the other with higher."""
     titles = {
@@ -248,7 +262,7 @@ RENDERERS: dict[str, Callable[[Any], str]] = {
     "few_shot": _few_shot,
     "hyper_cleaning": lambda found: _script("hyper_cleaning").tables(found),
     "hyperopt": lambda found: _script("_hyperopt_report").table(found),
-    "language_model": lambda found: _script("language_model_data_weights").table(found),
+    "language_model": lambda found: _script("_language_report").table(found),
     "lasso": _lasso,
     "learned_initialisation": _learned,
     "maml_sine": _maml_sine,
@@ -277,6 +291,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "first calls": first_calls,
     "hyperopt difference": hyperopt_difference,
     "implicit": implicit,
+    "large models": large_models,
     "memory": memory,
     "peers": peers,
     "reliability": reliability,
