@@ -122,13 +122,12 @@ def adjoints() -> str:
 def large_models() -> str:
     """Return memory and time of a hypergradient of GPT-2 over those of `Checkpointed(slots=4)`."""
     path = BENCHMARKS / "large_models.json"
-    rows = []
-    for part in read(path)["parts"] if path.exists() else []:
-        found = {entry["name"]: entry for entry in part.get("entries", ())}
-        base = found.get("Checkpointed(slots=4)")
-        for name, e in found.items() if base else ():
-            time, memory = (number(e[key] / base[key]) for key in ("cpu_ms", "peak_growth_mib"))
-            rows.append([f"`{name}`", part["name"], number(e["peak_growth_mib"], 0), memory, time])
+    rows = [
+        [f"`{e['name']}`", part["name"], number(e["peak_growth_mib"], 0)]
+        + [number(e[key]) for key in ("memory_over_exact", "time_over_exact")]
+        for part in (read(path)["parts"] if path.exists() else [])
+        for e in part.get("entries", ())
+    ]
     head = ["adjoint", "rule", "peak growth, MiB", "over `Checkpointed(slots=4)`", "time over its time"]
     return table(head, rows, text_columns=2) if rows else ABSENT
 
