@@ -220,9 +220,13 @@ def test_a_killed_run_goes_on(tmp_path: Path, stage: str) -> None:
     assert scripts.without_times(resumed) == scripts.without_times(whole)
 
 
+def recorded_settings() -> dict[str, Any]:
+    return {**dataclasses.asdict(example.Settings()), "betas": [*example.BETAS]}
+
+
 def test_what_was_recorded() -> None:
     found = json.loads(RESULTS.read_text("utf-8"))
-    assert found["settings"] == {**dataclasses.asdict(example.Settings()), "betas": [*example.BETAS]}
+    assert found["settings"] == recorded_settings()
     assert found["per"] == "source" and found["spoiled"][0] == "shuffled letters"
     assert [run["seed"] for run in found["runs"]] == [0, 1, 2]
     assert sum(sum(run["seconds"].values()) for run in found["runs"]) < 15 * 60
@@ -230,9 +234,15 @@ def test_what_was_recorded() -> None:
     for run in found["runs"]:
         weights = dict(zip(found["sources"], run["weights"][-1], strict=True))
         shares = [weights[name] / max(weights.values()) for name in found["spoiled"]]
-        assert max(shares[:2]) < 0.02 and max(shares) < min(weights[name] for name in text.CLEAN) / max(
-            weights.values()
-        )
+        assert max(shares[:2]) < 0.02
+        assert max(weights[name] for name in found["spoiled"]) < min(weights[name] for name in text.CLEAN)
         largest.append(round(shares[2], 3))
         assert run["test"]["learned"][-1] < run["test"]["uniform"][-1] - 0.1
     assert largest == [0.147, 0.032, 0.101]  # docs/experiments.md says so: above a tenth in two seeds
+
+
+def test_more_upper_iterations_do_not_help() -> None:
+    found = json.loads(RESULTS.with_name("language_model_data_weights_longer.json").read_text("utf-8"))
+    assert found["settings"] == {**recorded_settings(), "iterations": 30}
+    shares = [round(run["weights"][-1][5] / max(run["weights"][-1]), 3) for run in found["runs"]]
+    assert shares == [0.221, 0.026, 0.212]  # docs/experiments.md says so
