@@ -127,6 +127,7 @@ def test_weighted_seeds() -> None:
     for value in (
         Identity.apply(x),
         x.half(),
+        torch.linalg.matrix_exp(x @ x.T),
         nn.functional.embedding(index, x, sparse=True),
         torch.gather(x, 0, index, sparse_grad=True),
         torch.matrix_exp(x @ x.mT),

@@ -96,6 +96,7 @@ class ModuleObjective(Keyed):
         """Remember which parameters are the lower variables (`names`) and which are upper ones (`others`)."""
         self._skeleton, self._names, self._others, self._hyper = skeleton, tuple(names), others, hyper
         self._seen: list[Loss] = []
+        self._laid: Sequence[Tensor] | None = None  # the others that are in the skeleton
 
     @property
     def module(self) -> nn.Module:
@@ -111,7 +112,10 @@ class ModuleObjective(Keyed):
     ) -> tuple[Tensor, Buffers]:
         """Call ``loss(net, hyper, batch)``."""
         self._skeleton.lay_params(self._names, params)
-        self._skeleton.lay_params(self._others, (slot.fill(hyper) for slot in self._others.values()))
+        if hyper is not self._laid:
+            self._laid = None  # should this be interrupted
+            self._skeleton.lay_params(self._others, (slot.fill(hyper) for slot in self._others.values()))
+            self._laid = hyper
         self._skeleton.lay_buffers(buffers)
         number = sequence_number()
         with self._skeleton.surroundings():

@@ -122,6 +122,7 @@ _SECOND_ORDER_NODES = {
     "PdistBackwardBackward0": "pdist",
 }
 _ONCE_DIFFERENTIABLE = once_differentiable(lambda ctx: None).__code__
+_DIFFERENTIABLE: set[type] = set()
 
 
 def forward_class(node: Any) -> Any:
@@ -171,14 +172,20 @@ def undifferentiable(node: Any) -> str | None:
     The names of the nodes: since before 2.0. torch raises in the backward pass of some of these, and gives wrong
     numbers for others: a function that is marked `once_differentiable` leaves a node that leads nowhere.
     """
+    if type(node) in _DIFFERENTIABLE:
+        return None
     name = node.name()
-    backward = getattr(forward_class(node), "backward", None)
+    function = forward_class(node)
+    backward = getattr(function, "backward", None)
     if name == "torch::autograd::Error" or getattr(backward, "__code__", None) is _ONCE_DIFFERENTIABLE:
         return "a function marked once_differentiable"
     if name == "torch::autograd::NotImplemented":
         near = [following.name() for following, _ in node.next_functions if following is not None]
         return "ctc_loss" if "CtcLossBackward0" in near else "an operation near " + ", ".join(near)
-    return _SECOND_ORDER_NODES.get(name)
+    known = _SECOND_ORDER_NODES.get(name)
+    if known is None and function is None and name.rpartition("::")[2] == type(node).__name__:
+        _DIFFERENTIABLE.add(type(node))  # a class of nodes of its own: most have one
+    return known
 
 
 def takes_weighted_seed(node: Any) -> bool:
