@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils import backend_registration
 
 NAME = "toy"
 DEVICE: torch.device
@@ -352,6 +352,11 @@ class Module(types.ModuleType):
         _Random.state = state.clone()
 
 
+def is_possible() -> bool:
+    """Whether this torch can have a device that is written in Python."""
+    return hasattr(backend_registration, "_setup_privateuseone_for_python_backend") and hasattr(torch._C, "_acc")
+
+
 _libraries: list[torch.library.Library] = []
 
 
@@ -359,7 +364,7 @@ def install() -> torch.device:
     """Register the device in this process, and return it."""
     global DEVICE
     if not _libraries:
-        _setup_privateuseone_for_python_backend(NAME, backend_module=Module())
+        backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=Module())
         DEVICE = torch.device(NAME, 0)
         every = torch.library.Library("_", "IMPL")
         every.fallback(_any, "PrivateUse1")
