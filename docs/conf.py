@@ -69,7 +69,7 @@ html_css_files = ["custom.css"]
 html_show_sourcelink = False
 html_copy_source = False
 html_context = {"default_mode": "light"}
-html_sidebars = {"index": []}
+html_sidebars = {"index": [], "experiments": []}
 html_theme_options = {
     "logo": {"text": f"bda_optim {version}"},
     "header_links_before_dropdown": 6,
