@@ -8,7 +8,9 @@ import unittest
 from pathlib import Path
 from typing import Any
 
+import experiments
 import pytest
+import records
 import tables
 import torch
 from sybil import Example, Sybil
@@ -150,19 +152,21 @@ def test_every_public_name_is_on_an_api_page() -> None:
     assert "bda_optim.prox" in documented
 
 
-@pytest.mark.parametrize("name", [name for name in tables.TABLES if name not in ("first calls", "large models")])
+@pytest.mark.parametrize("name", tables.TABLES)
 def test_tables_of_benchmarks(name: str) -> None:
     text = tables.markdown(name)
-    assert text.count("\n") > 3 and "nan" not in text and "None" not in text
+    if text == records.ABSENT:
+        pytest.skip("not recorded yet")
+    assert text.count("\n") > 2 and "nan" not in text and "None" not in text
 
 
-@pytest.mark.parametrize("path", sorted(tables.EXPERIMENTS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(records.EXPERIMENTS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_recorded_run_is_shown(path: Path) -> None:
-    assert tables.experiment(path).count("|") > 8
+    assert experiments.experiment(path).count("|") > 8
     page = (DOCS / "experiments.md").read_text("utf-8")
     asked = re.findall(r"^```\{recorded\} (.+)$", page, re.MULTILINE)
     assert any(path in tables.sources(name) for name in asked)
 
 
 def test_what_has_not_run_is_said() -> None:
-    assert tables.markdown("no_such_run*") == tables.ABSENT
+    assert tables.markdown("no_such_run*") == records.ABSENT

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import matplotlib
-import tables
+import records
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -73,7 +73,7 @@ def method() -> Figure:
 
 def adjoints() -> Figure:
     """Draw memory and time of each adjoint against K."""
-    found = tables.read(tables.BENCHMARKS / "adjoints_vs_k.json")
+    found = records.read(records.BENCHMARKS / "adjoints_vs_k.json")
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(9.6, 3.9), layout="constrained")
         axes = fig.subplots(1, 2)

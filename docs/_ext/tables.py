@@ -7,41 +7,14 @@ Every number comes from a JSON file that a benchmark, an example or the campaign
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import inspect
-import json
 import re
-import statistics
-import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks" / "results"
-EXPERIMENTS = ROOT / "examples" / "results"
-CAMPAIGN = ROOT / "tests" / "campaign" / "results"
-README = ROOT / "README.md"
-ABSENT = "*No run has been recorded yet.*"
-
-
-def read(path: Path) -> Any:
-    return json.loads(path.read_text("utf-8"))
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> str:
-    """Lay out a Markdown table: the first columns are text, the others are aligned as numbers."""
-    rule = ["---"] * text_columns + ["---:"] * (len(head) - text_columns)
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.{digits}f}" if value < 100 else f"{value:.0f}"
-
+from experiments import experiment, hyperopt_difference
+from records import ABSENT, BENCHMARKS, CAMPAIGN, EXPERIMENTS, README, number, read, table
 
 # --- benchmarks -------------------------------------------------------------------------------------------------------
 
@@ -213,74 +186,20 @@ def reliability() -> str:
     return table(head, rows).replace("|---:|---:|", "|---:|---|").replace("| ---: | ---: |", "| ---: | --- |")
 
 
-# --- experiments ------------------------------------------------------------------------------------------------------
-
-
-def _script(name: str) -> Any:
-    for folder in ("examples", "examples/paper"):
-        if str(ROOT / folder) not in sys.path:
-            sys.path.append(str(ROOT / folder))
-    return importlib.import_module(name)
-
-
-def _lasso(found: Any) -> str:
-    problems = dict.fromkeys(run["problem"] for run in found["runs"])
-    return "\n\n".join(f"**{problem}**\n\n{_script('lasso').table(found['runs'], problem)}" for problem in problems)
-
-
-def _learned(found: Any) -> str:
-    head = ["start (x, y)", *(f"{name}: x, F" for name in found["runs"])]
-    rows = []
-    for i, (x, y) in enumerate(found["starts"]):
-        cells = [f"{run['x'][i]:.3f}, {run['F'][i]:.3f}" for run in found["runs"].values()]
-        rows.append([f"({x:g}, {y:g})", *cells])
-    return table(head, rows)
-
-
-def _maml_sine(found: Any) -> str:
-    rows = []
-    for method in dict.fromkeys(run["method"] for run in found["runs"]):
-        runs = [run for run in found["runs"] if run["method"] == method]
-        columns = zip(*(run["losses"] for run in runs), strict=True)
-        rows.append([method, *(f"{statistics.mean(c):.2f} ± {statistics.stdev(c):.2f}" for c in columns)])
-    return table(["steps", *map(str, found["steps"])], rows)
-
-
-def _few_shot(found: Any) -> str:
-    settings = found["settings"]
-    name = {"omniglot": "Omniglot", "cifar_fs": "CIFAR-FS", "mini_imagenet": "mini-ImageNet"}[settings["dataset"]]
-    budget = f"{settings['iterations']} upper iterations of {settings['tasks']} tasks"
-    title = f"**{name}, {settings['ways']}-way {settings['shots']}-shot**, {budget}:"
-    return f"{title}\n\n{_script('few_shot').table(found)}"
-
-
-RENDERERS: dict[str, Callable[[Any], str]] = {
-    "choice_hyper_cleaning": lambda found: _script("hyper_cleaning_choice").table(found),
-    "diagnosis": lambda found: _script("diagnosis").table(found["problems"]),
-    "distillation": lambda found: _script("distillation").table(found),
-    "few_shot": _few_shot,
-    "hyper_cleaning": lambda found: _script("hyper_cleaning").tables(found),
-    "hyperopt": lambda found: _script("_hyperopt_report").table(found),
-    "language_model": lambda found: _script("_language_report").table(found),
-    "lasso": _lasso,
-    "learned_initialisation": _learned,
-    "maml_sine": _maml_sine,
-    "registration": lambda found: _script("_registration_report").tables(found),
-}
-"""How the results of a script are shown; the names of its files begin with the key."""
-
-
-def experiment(path: Path) -> str:
-    """Return one recorded run of an example."""
-    name = path.stem.removeprefix("earlier_")
-    return next(render for key, render in RENDERERS.items() if name.startswith(key))(read(path))
-
-
-def hyperopt_difference() -> str:
-    """Return the difference between the plain training loop and the tuned one."""
-    plain, tuned = (inspect.getsource(_script(name).train).splitlines() for name in ("hyperopt_plain", "hyperopt"))
-    lines = list(difflib.unified_diff(plain, tuned, lineterm="", n=2))[3:]
-    return "\n".join(["```diff", *lines, "```"])
+def versions() -> str:
+    """Return the versions of torch and Python on which the core tests ran."""
+    path = CAMPAIGN / "versions.json"
+    rows = [
+        [
+            row["torch"],
+            row["python"],
+            f"{row['passed']:,}",
+            str(sum(row["skipped"].values())),
+            str(len(row["failures"])),
+        ]
+        for row in (read(path).values() if path.exists() else ())
+    ]
+    return table(["torch", "Python", "passed", "skipped", "failed"], sorted(rows)) if rows else ABSENT
 
 
 # --- what pages and the README ask for --------------------------------------------------------------------------------
@@ -295,6 +214,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers": peers,
     "reliability": reliability,
     "tasks": tasks,
+    "versions": versions,
 }
 
 
