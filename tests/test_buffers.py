@@ -27,9 +27,10 @@ def running_mean(*batches: Tensor) -> Tensor:
     [bda.Unroll(), bda.Checkpointed(), bda.Checkpointed(slots=2), bda.ForwardMode(), bda.Truncated(last=2)],
     ids=lambda a: type(a).__name__,
 )
-def test_a_rollout_keeps_the_lower_losses_updates_of_buffers_only(adjoint: Any) -> None:
+@pytest.mark.parametrize("momentum", [0.0, 0.5], ids=["in one pass", "by both gradients"])
+def test_a_rollout_keeps_the_lower_losses_updates_of_buffers_only(adjoint: Any, momentum: float) -> None:
     module = Noted()
-    inner = bda.BDAInnerOptimizer(module.parameters(), lr=0.1, alpha=0.3)
+    inner = bda.BDAInnerOptimizer(module.parameters(), lr=0.1, alpha=0.3, momentum=momentum)
     x = torch.tensor(1.0, requires_grad=True)
     with untouched(module):
         fmodel = inner.unroll(
