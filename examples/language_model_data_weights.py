@@ -52,7 +52,7 @@ class Settings:
     layers: int = 2
     width: int = 64
     heads: int = 2
-    pretraining_steps: int = 1000
+    pretraining_steps: int = 1500
     pretraining_batch: int = 32
     pretraining_lr: float = 3e-3  # falling to 0 along a line
     # the lower level
@@ -63,11 +63,11 @@ class Settings:
     lower_lr: float = 3e-3
     eps: float = 1e-4  # of AdamW: with 1e-8 the hypergradient in float32 is noise
     # the upper level
-    iterations: int = 16
+    iterations: int = 30
     upper_lr: float = 0.25  # of Adam on x
     validation_rows: int = 48
     # fine-tuning with fixed weights
-    fine_tuning_steps: int = 100
+    fine_tuning_steps: int = 200
     every: int = 20  # steps between two looks at the test loss
 
 
