@@ -75,7 +75,7 @@ def diagnose(
         upper: ``F(params, hyper, batch)``; it is needed, also where alpha is 0.
         params: y_0, a tensor or a tree of tensors.
         hyper: x, a tensor, a module, or a tree of them.
-        steps: K.
+        steps: K, the number of inner steps.
         lr: s_l; by default the rule's own.
         upper_lr: s_u; the same as `lr` if None.
         alpha: The weight of the upper direction.

@@ -128,7 +128,7 @@ class BDAInnerOptimizer(Optimizer):
             model: The module.
             lower: The lower loss f.
             upper: The upper loss F; may be None where alpha is 0.
-            steps: K.
+            steps: K, the number of inner steps.
             hyper: The upper variables: a tensor, a module, or a tree of them.
             batches: One batch per step.
             tasks: B tasks at once: every tensor of a batch has B in front, and so has the result.

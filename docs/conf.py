@@ -73,6 +73,7 @@ html_sidebars = {"index": [], "experiments": []}
 html_theme_options = {
     "logo": {"text": f"bda_optim {version}"},
     "header_links_before_dropdown": 6,
+    "navbar_persistent": ["search-button"],
     "navigation_with_keys": False,
     "show_prev_next": True,
     "show_toc_level": 2,

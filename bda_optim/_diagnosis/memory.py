@@ -35,7 +35,7 @@ def forecast(graph: int, state: int, *, steps: int, scalars: int, overhead: floa
     Args:
         graph: The bytes of the graph of one step.
         state: The bytes of a state.
-        steps: K.
+        steps: K, the number of inner steps.
         scalars: P, the number of upper scalars.
         overhead: The growth of the process over the bytes of its tensors.
 

@@ -21,7 +21,7 @@ class Diagnosis:
 
     Attributes:
         settings: The settings diagnosed, as text.
-        steps: K.
+        steps: K, the number of inner steps.
         parameters: The number of lower scalars.
         upper_scalars: P, the number of upper scalars.
         value: F(x, y_K).

@@ -67,7 +67,7 @@ class Choice(NamedTuple):
 
     Attributes:
         c: The constant of `harmonic`; 0 for alpha = 0, None where alpha stays as given.
-        steps: K.
+        steps: K, the number of inner steps.
         error: The estimated relative error of the hypergradient; None where nothing is known of it.
         memory: The memory of the start that is left, predicted where K is not the one that was tried.
         without: The memory with alpha = 0.

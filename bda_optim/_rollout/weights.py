@@ -26,7 +26,7 @@ class Weights:
     Args:
         groups: The settings of the groups.
         upper: The upper loss.
-        steps: K.
+        steps: K, the number of inner steps.
 
     Raises:
         ValueError: If a weight lies outside of [0, 1), or needs an upper loss that is not there.

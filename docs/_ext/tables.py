@@ -26,23 +26,26 @@ def entries(name: str, workload: str) -> dict[str, dict[str, Any]]:
 
 
 WORKLOADS = {
-    "mlp": "MLP 64-256-256-10, batch 64, K = 50",
-    "softmax": "softmax regression, 7000 x 784, K = 20",
-    "conv": "convolutional network",
-    "transformer": "transformer",
+    "mlp": "MLP 64-256-256-10, K = 50",
+    "softmax": "softmax regression, K = 20",
+    "conv": "conv net, 25 images, K = 5",
+    "conv_75": "conv net, 75 images, K = 5",
+    "transformer": "transformer, K = 10",
+    "maml": "MAML, net of 24 units, K = 5",
+    "mlp_bda": "MLP, BDA, K = 50",
     "counterexample": "counter-example, alpha = 0, K = 64",
     "counterexample_bda": "counter-example, BDA, K = 64",
 }
-PEERS = ("higher", "torchopt", "JAX jit+scan", "ours, Unroll", "ours, Unroll, compiled", "ours, Checkpointed")
 
 
 def peers() -> str:
-    """Return the time of one hypergradient over that of higher."""
-    rows = []
-    for workload, title in WORKLOADS.items():
-        found = entries("against_peers", workload)
-        rows.append([title, *(number(found[peer]["ratio"]) if peer in found else "-" for peer in PEERS)])
-    return table(["CPU time over that of higher", *(_short(peer) for peer in PEERS)], rows)
+    """Return the time of one hypergradient over that of higher; this library's columns come first."""
+    found = {work["name"]: work["entries"] for work in read(BENCHMARKS / "against_peers.json")["workloads"]}
+    ratios = {name: {e["name"]: e["ratio"] for e in found[name]} for name in WORKLOADS if name in found}
+    order = list(dict.fromkeys(e["name"] for name in ratios for e in found[name] if e["name"] != "higher"))
+    columns = sorted(order, key=lambda who: "ours" not in who)
+    rows = [[WORKLOADS[name], *(number(row.get(who)) for who in columns)] for name, row in ratios.items()]
+    return table(["time over that of higher", *map(_short, columns)], rows)
 
 
 def _short(name: str) -> str:
@@ -189,6 +192,7 @@ def reliability() -> str:
 def versions() -> str:
     """Return the versions of torch and Python on which the core tests ran."""
     path = CAMPAIGN / "versions.json"
+    found = sorted(read(path).values(), key=_order) if path.exists() else []
     rows = [
         [
             row["torch"],
@@ -197,9 +201,13 @@ def versions() -> str:
             str(sum(row["skipped"].values())),
             str(len(row["failures"])),
         ]
-        for row in (read(path).values() if path.exists() else ())
+        for row in found
     ]
-    return table(["torch", "Python", "passed", "skipped", "failed"], sorted(rows)) if rows else ABSENT
+    return table(["torch", "Python", "passed", "skipped", "failed"], rows) if rows else ABSENT
+
+
+def _order(row: Mapping[str, Any]) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", row["torch"].split("+")[0] + "." + row["python"])]
 
 
 # --- what pages and the README ask for --------------------------------------------------------------------------------
