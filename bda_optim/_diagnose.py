@@ -63,11 +63,11 @@ def diagnose(
               \frac{|G_T - G|}{|G|}, \quad G_T = \partial_x F + \sum_{k > K - T} (\partial_x S_k)^T \frac{dF}{dy_k}
 
     and products with the Hessians of both levels give their curvature, the directions in which K steps leave the lower
-    level where it started, and the part of :math:`|\partial_y F|^2` that lies in them. A singular lower Hessian is no
-    verdict by itself: what counts is whether F slopes along the flat directions.
+    level where it started, and the part of :math:`|\partial_y F|^2` that lies in them. A singular lower Hessian
+    alone decides nothing: what counts is whether F slopes along the flat directions.
 
-    The arguments are those of `hypergradient`. Nothing is changed: no `.grad`, no module, not the random state. The
-    curvature is that of the last batch. It costs at most 6 K steps and 120 + 5 max(24, 1.5 sqrt(K)) products; the
+    The arguments are those of `hypergradient`. Nothing is changed: neither `.grad`, nor a module, nor the random state.
+    The curvature is that of the last batch. It costs at most 6 K steps and 120 + 5 max(24, 1.5 sqrt(K)) products; the
     search for the suggestion adds 2 K steps for each constant of alpha that it tries, at most eight.
 
     Args:

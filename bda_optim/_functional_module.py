@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 
 class FunctionalModule(nn.Module):
-    """The user's module with the iterate y in the place of the parameters that the optimizer owns.
+    """The user's module with the iterate y in place of the parameters that the optimizer owns.
 
     It is called like the module, and has its attributes, methods, sub-modules and hooks; the user's module itself is
     not touched. With tasks=B every tensor argument is mapped over its first dimension, of size B, and the outputs have

@@ -91,16 +91,16 @@ def rollout(
         compile: Whether to compile the step and its adjoint; "reverse" or "mixed" chooses the adjoint's mode, which is
             measured otherwise.
         chunk_size: How many tasks run at once; fewer need less memory, if the adjoint is `Checkpointed`.
-        on_divergence: What becomes of a loop in which a loss, or y, is not finite from step k on. "raise" is an error
-            that names k, the parameter and the last losses; "stop" warns, and returns y_{k-1}, differentiable, as
-            ``steps=k-1`` would (for all tasks; an error if k = 1); "ignore" returns y_K as it is. The values are looked
-            at once, after the loop.
+        on_divergence: What to do if a loss, or y, is not finite from step k on. "raise" raises an error that names k,
+            the parameter and the last losses; "stop" warns, and returns y_{k-1}, differentiable, as ``steps=k-1`` would
+            (for all tasks; an error if k = 1); "ignore" returns y_K as it is. Values are checked once, after the loop.
         accumulate: M, gradient accumulation: every tensor of a batch is cut into M parts along its first dimension (the
             second with `tasks`), and both losses are the means over the parts, weighted by their sizes. Under
             `Checkpointed` a step then holds the graph of one part at a time; `Unroll` and `ForwardMode` record all
             parts, and save nothing. Or a function ``batch -> [(weight, part), ...]``, whose weights are normalised.
-            Losses that are sums, or a batch norm in training mode, give what accumulation gives: another result
-            than the whole batch. Buffers and random numbers run through the parts in order, lower loss first.
+            Losses that are sums, and batch norm in training mode, give another result than the whole batch, as
+            with gradient accumulation anywhere. Buffers and random numbers run through the parts in order, lower
+            loss first.
         **settings: The rule's own, such as `momentum` or `betas`.
 
     Returns:

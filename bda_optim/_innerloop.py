@@ -64,8 +64,8 @@ def innerloop_ctx(
         steps: K, needed with `last`.
         last: Differentiate only the last T of K steps; the others keep no graph.
         first_order: Take the inner gradients as constants (first-order MAML).
-        on_divergence: "raise" looks once, on leaving, whether all losses and the parameters are finite; "ignore" does
-            not. (`diffopt.check()` looks at any time.)
+        on_divergence: "raise" checks once, on leaving, that all losses and the parameters are finite; "ignore" does not
+            check. (`diffopt.check()` checks at any time.)
         master: A wider dtype to keep and update y in, as torch.float32, while the module computes in its own.
 
     Yields:

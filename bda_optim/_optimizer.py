@@ -52,7 +52,7 @@ class BDAInnerOptimizer(Optimizer):
         lr: s_l, the rate of the lower direction; by default the rule's own (SGD: 1e-3).
         upper_lr: s_u, the rate of the upper direction; None follows `lr` at each step.
         alpha: The weight of the upper direction, in [0, 1): a number, a schedule such as `harmonic(0.5)`, or a tensor.
-            0.0 is plain unrolling (RHG): the upper loss is then not even evaluated.
+            0.0 is plain unrolling (RHG): the upper loss is then not evaluated.
         prox: A proximal map of `bda_optim.prox`, for a nonsmooth term of the lower level. Its step is `lr`; under
             momentum or Adam that is a heuristic.
         rule: None for SGD, a class of torch.optim, `FISTA`, or a torchopt transformation, as ``torchopt.adam(0.1)``;

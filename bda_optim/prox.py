@@ -13,8 +13,8 @@ Every map is a frozen dataclass, called as ``prox(y, step, hyper)``, tensor by t
 - `step` is the rate: a number or a tensor with one element. For a `separable` map, which treats each element alone, it
   may also be a tensor that broadcasts to y, with one rate per element. Projections do not depend on it.
 - A strength is a number, a tensor (of such a shape again: one strength per feature, for example), or a function of
-  `hyper` that returns either. Numbers are checked. The values of tensors are not, since that would wait for the device:
-  keep a learned strength positive by ``exp`` or ``softplus``.
+  `hyper` that returns either. Numbers are checked. The values of tensors are not, since reading them would wait for the
+  device: keep a learned strength positive by ``exp`` or ``softplus``.
 - Gradients flow into y, the rate and the strengths. At a kink the derivative is a limit of nearby derivatives or a mean
   of such limits, never NaN or infinite.
 

@@ -27,7 +27,7 @@ def test_bounded_part(name: str, record_property: Any) -> None:
 
 @pytest.mark.parametrize("name", [name for name in registry.PARTS if name != "compiled"])
 def test_full_run_is_recorded_and_found_nothing(name: str) -> None:
-    """What the README says was measured: by `python -m tests.campaign NAME --record`."""
+    """What the page on reliability says was measured: by `python -m tests.campaign NAME --record`."""
     result = registry.read(name)
     assert result is not None, f"run `python -m tests.campaign {name} --record`"
     assert result["count"] > 0 and result["failures"] == []

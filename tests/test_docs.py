@@ -142,6 +142,13 @@ def test_links_of_texts_lead_to_files() -> None:
                 assert (path.parent / target).exists(), f"{path.relative_to(ROOT)}: {target}"
 
 
+def test_one_version_everywhere() -> None:
+    version = re.search(r'^version = "(.+?)"', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)[1]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert re.search(rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", changes, re.MULTILINE)
+
+
 # --- the pages --------------------------------------------------------------------------------------------------------
 
 

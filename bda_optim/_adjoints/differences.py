@@ -54,7 +54,7 @@ class Differences:
         last: T, the number of steps to differentiate: short for ``Truncated(last=T, within=Differences(...))``. With
             ``last=1`` this is the hypergradient of DARTS.
         within: The adjoint that stores and replays states; ``Unroll()`` stores all of them.
-        scale: Multiplies h. If it is given, kinked operations are let pass; large values (30) suit them better.
+        scale: Multiplies h. If it is given, kinked operations are allowed; large values (30) suit them better.
 
     References: Liu et al., "DARTS", ICLR 2019, section 2.3.
 

@@ -30,7 +30,7 @@ class Guarded:
 
     .. math:: \lambda_k \leftarrow \lambda_k \min(1, c / \lVert \lambda_k \rVert).
 
-    Not recommended without need, because a clipped hypergradient is biased, and no longer linear in the upper loss. The
+    Not recommended unless needed: a clipped hypergradient is biased, and no longer linear in the upper loss. The
     norm is that of the whole state (with tasks: of all tasks together). Norms stay on the device and are read once,
     when the backward pass arrives at the first step.
 

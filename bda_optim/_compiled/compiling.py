@@ -32,7 +32,7 @@ _choices: contextvars.ContextVar[Choices] = contextvars.ContextVar("bda_optim_co
 
 @contextlib.contextmanager
 def compiling(*, cpp_wrapper: bool = False, quiet: bool = False) -> Iterator[None]:
-    """Choose how rollouts with ``compile=True`` are compiled that start inside this context.
+    """Choose how rollouts that start inside this context are compiled, if they have ``compile=True``.
 
     The choice belongs to the rollout: what its backward pass compiles, even outside of the context, follows it.
 

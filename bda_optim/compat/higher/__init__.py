@@ -9,7 +9,7 @@ What is different:
   detached weights: those between the first and the cut are dropped. ``keep_history=True`` keeps all.
 - Forward hooks run; a patched module can be copied and pickled, and is freed without the garbage collector.
 - `innerloop_ctx` warns on leaving if the loop diverged.
-- More: ``first_order=True``; `diffopt.accumulate` for micro-batches; `diffopt.state_dict` in the middle of a loop, in
+- Added: ``first_order=True``; `diffopt.accumulate` for micro-batches; `diffopt.state_dict` in the middle of a loop, in
   the form that the optimizer loads; learning-rate schedulers on a diffopt; for a `BDAInnerOptimizer`
   ``diffopt.step(lower, upper_loss=upper)``.
 
