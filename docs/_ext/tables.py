@@ -137,7 +137,7 @@ def implicit() -> str:
 def recorded_on(name: str) -> str:
     """Return when and on what a benchmark ran."""
     about = read(BENCHMARKS / f"{name}.json")
-    return f"Recorded on {about['date']}: {about['machine']}; torch {about['torch']}."
+    return f"*Recorded on {about['date']}: {about['machine']}; torch {about['torch']}.*"
 
 
 # --- reliability ------------------------------------------------------------------------------------------------------
@@ -226,6 +226,18 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
+FILES = {
+    "adjoints": "adjoints_vs_k",
+    "first calls": "first_call",
+    "implicit": "implicit_peers",
+    "large models": "large_models",
+    "memory": "memory_vs_k",
+    "peers": "against_peers",
+    "tasks": "tasks",
+}
+"""The benchmark behind a table; the page says when it ran, and on what."""
+
+
 def sources(name: str) -> list[Path]:
     """Return the files of examples/results whose names match."""
     return [] if name in TABLES else sorted(EXPERIMENTS.glob(f"{name}.json"))
@@ -234,7 +246,8 @@ def sources(name: str) -> list[Path]:
 def markdown(name: str) -> str:
     """Return the table of that name, or those of every recorded run that matches."""
     if name in TABLES:
-        return TABLES[name]()
+        text = TABLES[name]()
+        return f"{text}\n\n{recorded_on(FILES[name])}" if name in FILES and text != ABSENT else text
     found = sources(name)
     return "\n\n".join(map(experiment, found)) if found else ABSENT
 
@@ -278,19 +291,19 @@ def measured() -> str:
     """Return the numbers of the README: three ratios, and what they cost."""
     n = {name: number() for name, number in NUMBERS.items()}
     ratios = [
-        ["time of one hypergradient, MLP, K = 50", f"{n['mlp eager']} x; compiled {n['mlp compiled']} x"],
+        ["time of one hypergradient, MLP, K = 50", f"{n['mlp eager']} of its time; compiled {n['mlp compiled']}"],
         ["memory, MLP, K = 1000, `Checkpointed()`", f"{n['memory checkpointed']} instead of {n['memory higher']}"],
         ["32 few-shot heads, `tasks=32`", f"{n['heads eager']} times as fast; compiled {n['heads compiled']} times"],
     ]
     costs = [
-        f"It has its costs. `Checkpointed()` takes {n['checkpointed eager']} x the time of `higher`.",
-        f"A step with `alpha > 0` takes {n['bda eager']} x the time of one without.",
+        f"It has its costs. `Checkpointed()` takes {n['checkpointed eager']} times as long as `higher`.",
+        f"A step with `alpha > 0` takes {n['bda eager']} times as long as one without.",
         f"The first compiled call takes {n['first call']}.",
     ]
     if float(n["conv compiled"]) > 1:
-        costs.append(f"A small convolutional network takes {n['conv compiled']} x the time of `higher` when compiled.")
+        costs.append(f"A compiled convolutional network takes {n['conv compiled']} times as long as with `higher`.")
     if float(n["jax compiled"]) > 1:
-        costs.append(f"The compiled MLP takes {n['jax compiled']} x the time of JAX.")
+        costs.append(f"The compiled MLP takes {n['jax compiled']} times as long as with JAX.")
     rows = table(["against `higher`, one CPU thread", ""], ratios)
     return rows + "\n\n" + textwrap.fill(" ".join(costs), 120, break_long_words=False, break_on_hyphens=False)
 
