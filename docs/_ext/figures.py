@@ -75,7 +75,7 @@ def adjoints() -> Figure:
     """Draw memory and time of each adjoint against K."""
     found = records.read(records.BENCHMARKS / "adjoints_vs_k.json")
     with matplotlib.rc_context(STYLE):
-        fig = Figure(figsize=(9.6, 3.9), layout="constrained")
+        fig = Figure(figsize=(9, 4.6), layout="constrained")
         axes = fig.subplots(1, 2)
         for number, (name, row) in enumerate(found["adjoints"].items()):
             for axis, key in zip(axes, ("peak_growth_mib", "time"), strict=True):
@@ -86,7 +86,7 @@ def adjoints() -> Figure:
             axis.set_xticks(found["steps"], labels=map(str, found["steps"]), minor=False)
             axis.minorticks_off()
             axis.grid(color="#ececec")
-        fig.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+        fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
     return fig
 
 

@@ -25,8 +25,7 @@ class Recorded(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         text = tables.markdown(self.arguments[0])
-        for path in tables.sources(self.arguments[0]):
-            self.env.note_dependency(str(path))
+        self.env.note_reread()  # records may have changed since the last build
         box = nodes.container()
         self.state.nested_parse(StringList(text.splitlines(), source=""), 0, box)
         return box.children
@@ -36,6 +35,7 @@ class Number(SphinxRole):
     """Insert one recorded number."""
 
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+        self.env.note_reread()
         return [nodes.Text(tables.NUMBERS[self.text]())], []
 
 
