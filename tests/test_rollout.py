@@ -202,6 +202,6 @@ def test_values_are_read_once_and_not_in_every_step(adjoint: Any, rule: Any) -> 
             )
         return mode.count
 
-    forward_and_backward = 2 if isinstance(adjoint, bda.Checkpointed) else 1
-    assert reads(3, 0.3) == reads(12, 0.3) == forward_and_backward
+    # The check of replays reads its flags in one `tolist`, which is no such operation: test_device.py counts it.
+    assert reads(3, 0.3) == reads(12, 0.3) == 1
     assert reads(3, leaf(0.3)) == reads(12, leaf(0.3))
