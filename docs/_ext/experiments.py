@@ -14,8 +14,9 @@ from typing import Any
 from records import ROOT, read, table
 
 
-def _script(name: str) -> Any:
-    for folder in ("examples", "examples/paper"):
+def script(name: str) -> Any:
+    """Import a script, or a module of the tests."""
+    for folder in ("examples", "examples/paper", "tests"):
         if str(ROOT / folder) not in sys.path:
             sys.path.append(str(ROOT / folder))
     return importlib.import_module(name)
@@ -23,7 +24,7 @@ def _script(name: str) -> Any:
 
 def _lasso(found: Any) -> str:
     problems = dict.fromkeys(run["problem"] for run in found["runs"])
-    return "\n\n".join(f"**{problem}**\n\n{_script('lasso').table(found['runs'], problem)}" for problem in problems)
+    return "\n\n".join(f"**{problem}**\n\n{script('lasso').table(found['runs'], problem)}" for problem in problems)
 
 
 def _learned(found: Any) -> str:
@@ -49,21 +50,21 @@ def _few_shot(found: Any) -> str:
     name = {"omniglot": "Omniglot", "cifar_fs": "CIFAR-FS", "mini_imagenet": "mini-ImageNet"}[settings["dataset"]]
     budget = f"{settings['iterations']} upper iterations of {settings['tasks']} tasks"
     title = f"**{name}, {settings['ways']}-way {settings['shots']}-shot**, {budget}:"
-    return f"{title}\n\n{_script('few_shot').table(found)}"
+    return f"{title}\n\n{script('few_shot').table(found)}"
 
 
 RENDERERS: dict[str, Callable[[Any], str]] = {
-    "choice_hyper_cleaning": lambda found: _script("hyper_cleaning_choice").table(found),
-    "diagnosis": lambda found: _script("diagnosis").table(found["problems"]),
-    "distillation": lambda found: _script("distillation").table(found),
+    "choice_hyper_cleaning": lambda found: script("hyper_cleaning_choice").table(found),
+    "diagnosis": lambda found: script("diagnosis").table(found["problems"]),
+    "distillation": lambda found: script("distillation").table(found),
     "few_shot": _few_shot,
-    "hyper_cleaning": lambda found: _script("hyper_cleaning").tables(found),
-    "hyperopt": lambda found: _script("_hyperopt_report").table(found),
-    "language_model": lambda found: _script("_language_report").table(found),
+    "hyper_cleaning": lambda found: script("hyper_cleaning").tables(found),
+    "hyperopt": lambda found: script("_hyperopt_report").table(found),
+    "language_model": lambda found: script("_language_report").table(found),
     "lasso": _lasso,
     "learned_initialisation": _learned,
     "maml_sine": _maml_sine,
-    "registration": lambda found: _script("_registration_report").tables(found),
+    "registration": lambda found: script("_registration_report").tables(found),
 }
 """How the results of a script are shown; the names of its files begin with the key."""
 
@@ -76,6 +77,6 @@ def experiment(path: Path) -> str:
 
 def hyperopt_difference() -> str:
     """Return the difference between the plain training loop and the tuned one."""
-    plain, tuned = (inspect.getsource(_script(name).train).splitlines() for name in ("hyperopt_plain", "hyperopt"))
+    plain, tuned = (inspect.getsource(script(name).train).splitlines() for name in ("hyperopt_plain", "hyperopt"))
     lines = list(difflib.unified_diff(plain, tuned, lineterm="", n=2))[3:]
     return "\n".join(["```diff", *lines, "```"])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments import experiment, hyperopt_difference
+from experiments import experiment, hyperopt_difference, script
 from records import ABSENT, BENCHMARKS, CAMPAIGN, EXPERIMENTS, README, number, read, table
 
 # --- benchmarks -------------------------------------------------------------------------------------------------------
@@ -210,10 +210,17 @@ def _order(row: Mapping[str, Any]) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", row["torch"].split("+")[0] + "." + row["python"])]
 
 
+def compositions() -> str:
+    """Return which adjoint works with which option; tests/test_composition.py checks every entry."""
+    composition = script("composition")
+    return composition.table(composition.entry)
+
+
 # --- what pages and the README ask for --------------------------------------------------------------------------------
 
 TABLES: dict[str, Callable[[], str]] = {
     "adjoints": adjoints,
+    "compositions": compositions,
     "first calls": first_calls,
     "hyperopt difference": hyperopt_difference,
     "implicit": implicit,
