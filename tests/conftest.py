@@ -17,6 +17,8 @@ import torch
 
 torch.set_num_threads(1)  # pytest runs two processes, which also run the package's doctests
 
+collect_ignore = ["device_cases.py"]  # it registers a device when it is imported; test_device.py runs it in processes
+
 
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:

@@ -228,21 +228,14 @@ def test_what_was_recorded() -> None:
     found = json.loads(RESULTS.read_text("utf-8"))
     assert found["settings"] == recorded_settings()
     assert found["per"] == "source" and found["spoiled"][0] == "shuffled letters"
-    assert [run["seed"] for run in found["runs"]] == [0, 1, 2]
+    assert [run["seed"] for run in found["runs"]] == [3, 4, 5]
     assert sum(sum(run["seconds"].values()) for run in found["runs"]) < 15 * 60
     largest = []
     for run in found["runs"]:
         weights = dict(zip(found["sources"], run["weights"][-1], strict=True))
         shares = [weights[name] / max(weights.values()) for name in found["spoiled"]]
-        assert max(shares[:2]) < 0.02
+        assert max(shares[:2]) < 0.01
         assert max(weights[name] for name in found["spoiled"]) < min(weights[name] for name in text.CLEAN)
         largest.append(round(shares[2], 3))
         assert run["test"]["learned"][-1] < run["test"]["uniform"][-1] - 0.1
-    assert largest == [0.147, 0.032, 0.101]  # docs/experiments.md says so: above a tenth in two seeds
-
-
-def test_more_upper_iterations_do_not_help() -> None:
-    found = json.loads(RESULTS.with_name("language_model_data_weights_longer.json").read_text("utf-8"))
-    assert found["settings"] == {**recorded_settings(), "iterations": 30}
-    shares = [round(run["weights"][-1][5] / max(run["weights"][-1]), 3) for run in found["runs"]]
-    assert shares == [0.221, 0.026, 0.212]  # docs/experiments.md says so
+    assert largest == [0.043, 0.018, 0.108]  # docs/experiments.md says so: above a tenth in one seed
