@@ -552,3 +552,32 @@ def test_views_become_reshapes_which_other_layouts_allow() -> None:
     with pytest.raises(RuntimeError, match="view"):
         turned.view(6, 4)
     assert torch.equal(graph(turned)[0], keys.reshape(6, 4).sin())
+
+
+def noisy_upper(y: Tensor, x: Tensor, _: Any) -> Tensor:
+    return ((y - 1) ** 2 * (1 + 0.3 * torch.rand_like(y))).sum() + (x * y).sum()
+
+
+@pytest.mark.parametrize("adjoint", [bda.Unroll(), bda.Checkpointed(every=2), bda.Checkpointed(slots=2)], ids=str)
+@pytest.mark.parametrize("late", [False, True], ids=["next", "late"])
+def test_random_numbers_that_no_earlier_step_drew(adjoint: Any, late: bool, traced: list[int]) -> None:
+    """The upper loss draws, and first runs in a later rollout, or only in the step that is left over."""
+
+    def lower_alone(y: Tensor, x: Tensor, _: Any) -> Tensor:
+        return ((y - x) ** 2).sum()
+
+    def weight(k: Any) -> float:
+        return 0.5 if k == 7 else 0.0
+
+    def rollout(alpha: Any, *, compile: bool) -> bda.Hypergradient:
+        y0, x = torch.tensor([2.0, 2.0], dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64)
+        torch.manual_seed(1)
+        return bda.hypergradient(
+            lower_alone, noisy_upper, y0, x, steps=7 if late else 6, lr=0.1, upper_lr=0.2, alpha=alpha,
+            adjoint=adjoint, compile=compile,
+        )  # fmt: skip
+
+    for alpha in [weight] * 3 if late else [0.0, 0.0, 0.5]:
+        got, want = rollout(alpha, compile=True), rollout(alpha, compile=False)
+        close([got.grad, got.params, got.value], [want.grad, want.params, want.value])
+    assert traced

@@ -87,6 +87,7 @@ class Replay:
         positions = self._positions()
         end = len(self._items)
         ledger = None if self._all else Ledger(end)  # with all states in memory, the losses do not matter
+        before = None if self._draws else self._ambient.rng()
         for number in range(end):
             if number in positions:
                 kept = self._shelf.put(state) if number else Kept(state, None)  # the caller's graph holds the first
@@ -106,7 +107,16 @@ class Replay:
                 self._prints.append(fingerprints(tensors(state)))
         self.last = state
         self.records = ledger.records() if ledger else self.records
+        if before is not None and self._ambient.has_drawn(since=before):
+            self._keep_first(before)
         return tensors(state)
+
+    def _keep_first(self, rng: Any) -> None:
+        """Drop all states but the first: against what was known, a step drew, and the others lack their random state."""
+        self._draws = True
+        for number in [number for number in self._stored if number]:
+            self._shelf.drop(self._stored.pop(number).kept)
+        self._stored[0] = self._stored[0]._replace(rng=rng)
 
     def pull(self, leaves: Sequence[Tensor], cotangents: Cotangents) -> Cotangents:
         """Pull cotangents of the last state back to the initial one and to hyper."""
