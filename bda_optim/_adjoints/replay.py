@@ -112,7 +112,7 @@ class Replay:
         return tensors(state)
 
     def _keep_first(self, rng: Any) -> None:
-        """Drop all states but the first: against what was known, a step drew, and the others lack their random state."""
+        """Drop all states but the first: a step drew that was not known to, and the others lack their random state."""
         self._draws = True
         for number in [number for number in self._stored if number]:
             self._shelf.drop(self._stored.pop(number).kept)
