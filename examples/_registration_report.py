@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 import matplotlib
 import torch
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from PIL import Image
 
 PLAIN, BDA, EXACT = "#0072B2", "#D55E00", "#222222"
 STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
@@ -82,13 +80,6 @@ def images_figure(found: Mapping[str, Any], truth: Sequence[float]) -> Figure:
         fig = Figure(figsize=(9.6, 1.9), layout="constrained")
         draw_images(fig, found, truth)
     return fig
-
-
-def write_small(fig: Figure, file: IO[bytes]) -> None:
-    """Write a PNG of 128 colors: half of the size."""
-    picture = io.BytesIO()
-    fig.savefig(picture, dpi=110)
-    Image.open(picture).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(file, "png", optimize=True)
 
 
 def draw_line(ax: Any, line: Mapping[str, Any], c: float) -> None:

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from _figures import write_small
 from _language_report import figure, table
 from _language_text import CLEAN, SHUFFLED, SPOILED, VOCABULARY, Data, divide, read
 from _run import Checkpoint, arguments, provenance, wait_while_paused, write_atomically, write_json
@@ -298,7 +299,7 @@ def main() -> None:
     results = {"settings": {**dataclasses.asdict(settings), "betas": BETAS}, **known, **versions(), "runs": runs}
     path = args.out / "language_model_data_weights.json"
     write_json(path, results)
-    write_atomically(path.with_suffix(".png"), lambda file: figure(results).savefig(file, dpi=120))
+    write_atomically(path.with_suffix(".png"), lambda file: write_small(figure(results), file))
     print(f"\n{table(results)}\n\n{path} and .png")
 
 

@@ -35,7 +35,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from _registration_report import figure, images_figure, tables, write_small
+from _figures import write_small
+from _registration_report import figure, images_figure, tables
 from _run import Checkpoint, arguments, provenance, wait_while_paused, write_atomically, write_json
 from _scene import QUADRATIC, TOTAL_VARIATION, Prior, Scene, draw_starts, phi, photographs, scene
 from scipy.optimize import minimize
