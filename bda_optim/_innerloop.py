@@ -23,12 +23,12 @@ from ._step.gradients import both_gradients, check_scalar
 from ._step.proximal import NO_HYPER
 from ._step.rules.memory import complete_memory, stored_entries
 from ._step.settings import check_group
-from ._step.sweep import Sweep, moved
+from ._step.sweep import Opening, Sweep, moved
 from ._step.update import Group, Update, refuse_extrapolation
 from ._support.autograd_graph import refuse_once_differentiable
 from ._support.checks import check_ambient, check_count
 from ._support.slots import Template
-from ._support.torch_private import opaque, sequence_number
+from ._support.torch_private import hook_number, opaque
 from ._support.tree import detach
 from ._support.types import InnerState, Record, Settings
 
@@ -182,7 +182,7 @@ class DiffOptimizer:
         self._steps = steps
         self._first_order = first_order
         self._records: list[Record] = []
-        self._opened = sequence_number()
+        self._opened = Opening.now()
         self._sweep = Sweep(inner.rule)
         self._apply(override)
         refuse_extrapolation(self._update, self._state(), self._update.settings((), 1), "innerloop_ctx")
@@ -223,8 +223,8 @@ class DiffOptimizer:
         settings = self._update.settings((), k)
         aggregates = needs_upper(settings, upper, k, "Write `diffopt.step(lower, upper)`, or set alpha=0.0.")
         if k == 1:
-            refuse_reentrant(lower, self._opened)
-            refuse_reentrant(upper, self._opened)
+            refuse_reentrant(lower, self._opened.node)
+            refuse_reentrant(upper, self._opened.node)
         track = self._track and k > self._cut
         new = self._next(k, (lower, upper if aggregates else None), state, settings, track, grad_callback)
         if not track:
@@ -237,6 +237,7 @@ class DiffOptimizer:
         self._fmodel._lay(self._part.put(self._fmodel._state, own) if len(self._fmodel._parts) > 1 else own)
         self._records.append(Record(lower.detach(), None if upper is None else upper.detach()))
         self.k = k
+        self._opened = self._opened._replace(hook=hook_number())
         return params
 
     def _next(

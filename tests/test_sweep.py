@@ -44,11 +44,26 @@ def seeds_of(loss: Callable[..., Tensor], seen: list[float]) -> Callable[..., Te
     """The same loss; what its backward passes are seeded with is noted."""
 
     def noted(y: Any, x: Any, batch: Any) -> Tensor:
-        value = loss(y, x, batch)
-        value.register_hook(lambda seed: seen.append(float(seed)))
+        value: Tensor = Noted.apply(loss(y, x, batch), seen)
         return value
 
     return noted
+
+
+class Noted(torch.autograd.Function):
+    """The identity; it notes its seeds, and counts as a function of the package."""
+
+    __module__ = "bda_optim.noted"
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, seen: list[float]) -> Tensor:
+        ctx.seen = seen
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, seed: Tensor) -> tuple[Tensor, None]:
+        ctx.seen.append(float(seed))
+        return seed, None
 
 
 def test_a_step_is_one_pass_from_both_losses_with_weighted_seeds() -> None:
@@ -268,6 +283,33 @@ def test_hooks_on_parameters_see_their_gradients() -> None:
         fmodel.weight.register_hook(lambda grad: seen.append(float(grad)))
         diffopt.step(3 * fmodel.weight.sum(), 7 * fmodel.weight.sum())
     assert seen == [3.0, 7.0]
+
+
+def clipping(value: Tensor) -> Tensor:
+    """The same tensor; a hook clips its gradient, as is done against exploding gradients."""
+    value.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
+    return value
+
+
+def test_hooks_inside_of_losses_see_their_gradients() -> None:
+    """In the second step alone: a hook is noticed in any step."""
+    lower = lambda y, x, b: 3 * (clipping(y * 1) if b else y)  # noqa: E731
+    y = bda.rollout(lower, lambda y, x, b: 0.1 * y, torch.tensor(1.0), steps=2, lr=0.1, alpha=0.5, batches=[0, 1])
+    assert y.item() == pytest.approx(1.0 - 0.05 * (3 + 0.1) - 0.05 * (0.5 + 0.1))
+
+
+def test_hooks_inside_of_losses_see_their_gradients_in_a_loop_of_ones_own() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.1, alpha=0.5)
+    seen: list[float] = []
+    with bda.innerloop_ctx(model, inner) as (fmodel, diffopt):
+        for hooked in (False, True, False):
+            before = fmodel.weight.item()
+            lower, upper = (Noted.apply(c * fmodel.weight.sum(), seen) for c in (3, 7))
+            diffopt.step(clipping(lower * 1) if hooked else lower, upper)
+            moved = 0.05 * (3 * (0.5 if hooked else 1) + 7)
+            assert before - fmodel.weight.item() == pytest.approx(moved)
+    assert sorted(seen) == pytest.approx([-0.05] * 4 + [0.5, 1.0])
 
 
 def test_half_precision_is_not_weighted() -> None:

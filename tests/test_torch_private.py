@@ -142,6 +142,20 @@ def test_hooks_of_a_tensor() -> None:
     assert private.has_hooks(x), "a hook sees a weighted gradient"
 
 
+@pytest.mark.parametrize("register", ["tensor", "node", "before the node", "several tensors"])
+def test_every_hook_has_a_number(register: str) -> None:
+    y = torch.ones(1, requires_grad=True) * 2
+    number = private.hook_number()
+    assert y.grad_fn is not None
+    {
+        "tensor": lambda: y.register_hook(print),
+        "node": lambda: y.grad_fn.register_hook(print),
+        "before the node": lambda: y.grad_fn.register_prehook(print),
+        "several tensors": lambda: torch.autograd.graph.register_multi_grad_hook([y], print),
+    }[register]()
+    assert private.hook_number() > number, "a hook sees a weighted gradient"
+
+
 def embedding_bag() -> tuple[Tensor, Tensor]:
     weight = torch.randn(4, 3, requires_grad=True)
     return nn.functional.embedding_bag(torch.tensor([[0, 1]]), weight, mode="sum").square().sum(), weight

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from .._support.slots import Template, fill
 from .._support.tensors import refuse_changed
-from .._support.torch_private import inside_transform, sequence_number, version_of
+from .._support.torch_private import inside_transform, version_of
 from .._support.types import InnerState, Item, Record, Settings
 from .aggregation import needs_upper
 from .gradients import Grads, add, both_gradients, check_scalar, gradient, no_gradient
 from .objective import Buffers, Loss, Objective
-from .sweep import Sweep, Weights, moved
+from .sweep import Opening, Sweep, Weights, moved
 from .update import Update
 
 Split: TypeAlias = Callable[[Any], Sequence[tuple[float, Any]]]
@@ -106,7 +106,7 @@ class BDAStep:
     ) -> tuple[InnerState, Record]:
         """Take a step of plain gradient descent."""
         graph = self._differentiates()
-        since = sequence_number()
+        since = Opening.now()
         with torch.enable_grad():  # the caller may be in a validation loop under no_grad
             points = _leaves(state.params, graph)
             f, big_f, buffers = self.losses(points, state.buffers, hyper, item, settings)

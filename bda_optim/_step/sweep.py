@@ -7,7 +7,8 @@ the whole move. A step of the lower level alone is seeded with 1, and is torch.o
 
 A backward pass that is not linear in its seed (a function of the user's that clips gradients), that runs in half
 precision (where a gradient times a small rate vanishes), or whose gradients must be looked at one by one (sparse ones)
-is not seeded with weights: the graphs of the losses are looked through at the first step.
+is not seeded with weights: the graphs of the losses are looked through at the first step. A hook may do anything with a
+gradient too: a step in which one was registered is not seeded with weights either.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._support.torch_private import has_hooks, recent_nodes, run_backward, takes_weighted_seed
+from .._support.torch_private import (
+    has_hooks,
+    hook_number,
+    recent_nodes,
+    run_backward,
+    sequence_number,
+    takes_weighted_seed,
+)
 from .._support.types import Rule, Scalar, Settings
 from .aggregation import is_zero
 from .gradients import Grads, check_dense, check_depends, slope
@@ -37,6 +45,18 @@ class Weights(NamedTuple):
 
     lower: Scalar
     upper: Scalar | None
+
+
+class Opening(NamedTuple):
+    """Where the graphs of a step's losses begin: the numbers of their first node, and of the first hook on them."""
+
+    node: int
+    hook: int
+
+    @classmethod
+    def now(cls) -> Opening:
+        """Return the numbers of the next node and of the next hook."""
+        return cls(sequence_number(), hook_number())
 
 
 def weights_of(rule: Rule, settings: Sequence[Settings]) -> Weights | None:
@@ -99,7 +119,7 @@ class Sweep:
         points: Sequence[Tensor],
         weights: Weights,
         k: Any,
-        since: int,
+        since: Opening,
         *,
         create_graph: bool,
         retain_graph: bool | None = None,
@@ -112,7 +132,7 @@ class Sweep:
             points: The lower variables.
             weights: The weights of both gradients.
             k: The number of the step, for messages.
-            since: The number of the first node of the losses' graphs.
+            since: Where the graphs of the losses begin.
             create_graph: Whether the moves can be differentiated again.
             retain_graph: Whether the graphs of the losses are kept.
 
@@ -122,8 +142,10 @@ class Sweep:
         if upper is None:
             return slope(lower, points, "lower", k, create_graph=create_graph, retain_graph=retain_graph)
         if self._allowed is None:
-            self._allowed = _allows(lower, upper, points, since)
-        if not (self._allowed and lower.requires_grad and upper.requires_grad) or any(map(has_hooks, points)):
+            self._allowed = _allows(lower, upper, points, since.node)
+        if not (self._allowed and lower.requires_grad and upper.requires_grad):
+            return None
+        if hook_number() != since.hook or any(map(has_hooks, points)):
             return None
         seeds = (_seed(weights.lower, lower), _seed(weights.upper, upper))
         retain_graph = create_graph if retain_graph is None else retain_graph

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
 from torch.overrides import has_torch_function
 from torch.utils import _pytree, checkpoint
+from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -208,6 +209,15 @@ def takes_weighted_seed(node: Any) -> bool:
 def has_hooks(tensor: Tensor) -> bool:
     """Whether `tensor.register_hook` was called. `Tensor._backward_hooks`: since before 2.0; no public alternative."""
     return bool(tensor._backward_hooks)
+
+
+def hook_number() -> int:
+    """Return the number of the next hook, on a tensor, a node or a module. `RemovableHandle.next_id`: since before 2.0.
+
+    A hook on a tensor inside of a loss cannot be read from the graph.
+    """
+    number: int = RemovableHandle.next_id
+    return number
 
 
 def run_backward(
