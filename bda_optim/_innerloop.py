@@ -28,7 +28,7 @@ from ._step.update import Group, Update, refuse_extrapolation
 from ._support.autograd_graph import refuse_once_differentiable
 from ._support.checks import check_ambient, check_count
 from ._support.slots import Template
-from ._support.torch_private import hook_number, opaque
+from ._support.torch_private import opaque
 from ._support.tree import detach
 from ._support.types import InnerState, Record, Settings
 
@@ -237,7 +237,7 @@ class DiffOptimizer:
         self._fmodel._lay(self._part.put(self._fmodel._state, own) if len(self._fmodel._parts) > 1 else own)
         self._records.append(Record(lower.detach(), None if upper is None else upper.detach()))
         self.k = k
-        self._opened = self._opened._replace(hook=hook_number())
+        self._opened = Opening.now()
         return params
 
     def _next(

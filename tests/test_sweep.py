@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import bda_optim as bda
+from bda_optim._step import sweep
 from bda_optim._step.rules.sgd import SGD
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -283,6 +284,57 @@ def test_hooks_on_parameters_see_their_gradients() -> None:
         fmodel.weight.register_hook(lambda grad: seen.append(float(grad)))
         diffopt.step(3 * fmodel.weight.sum(), 7 * fmodel.weight.sum())
     assert seen == [3.0, 7.0]
+
+
+class Refused(NamedTuple):
+    error: type[Exception]
+    message: str
+
+
+@pytest.mark.parametrize(
+    ("later", "expected"),
+    [
+        (lambda y: 3 * ClippedGradient.apply(y), 0.5),
+        (lambda y: (3 * y).float().double(), 3.0),
+        (lambda y: 3 * y * (1 + 1j), Refused(TypeError, "the lower loss must be real; got torch.complex128")),
+        (lambda y: 3 * y.detach().requires_grad_().exp(), Refused(ValueError, "does not depend on any parameter")),
+    ],
+    ids=["clipped", "cast", "complex", "another tensor"],
+)
+@pytest.mark.parametrize("alone", [False, True], ids=["rollout", "innerloop_ctx"])
+def test_a_later_loss_that_is_made_otherwise_is_looked_at_too(alone: bool, later: Any, expected: Any) -> None:
+    def run() -> float:
+        lower, upper = (lambda y, x, b: later(y) if b else 3 * y), (lambda y, x, b: 0.1 * y)
+        if alone:
+            return own_loop(lower, upper)
+        return bda.rollout(lower, upper, torch.tensor(1.0), steps=2, lr=0.1, alpha=0.5, batches=[0, 1]).item()
+
+    if isinstance(expected, Refused):
+        with pytest.raises(expected.error, match=expected.message):
+            run()
+    else:
+        assert run() == pytest.approx(1.0 - 0.05 * (3 + 0.1) - 0.05 * (expected + 0.1))
+
+
+def own_loop(lower: Any, upper: Any) -> float:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.1, alpha=0.5)
+    with bda.innerloop_ctx(model, inner) as (fmodel, diffopt):
+        for batch in (0, 1):
+            y = fmodel.weight.sum()
+            diffopt.step(lower(y, None, batch), upper(y, None, batch))
+        return float(fmodel.weight.item())
+
+
+def test_losses_that_stay_the_same_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Any] = []
+    nodes = sweep.recent_nodes
+    monkeypatch.setattr(sweep, "recent_nodes", lambda *args: looked.append(args) or nodes(*args))
+    bda.rollout(lower, upper, start(), torch.ones(3, requires_grad=True), steps=5, lr=0.1, alpha=0.5)
+    assert len(looked) == 2
+    own_loop(lambda y, x, b: 3 * y, lambda y, x, b: 0.1 * y)
+    assert len(looked) == 4
 
 
 def clipping(value: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ the whole move. A step of the lower level alone is seeded with 1, and is torch.o
 
 A backward pass that is not linear in its seed (a function of the user's that clips gradients), that runs in half
 precision (where a gradient times a small rate vanishes), or whose gradients must be looked at one by one (sparse ones)
-is not seeded with weights: the graphs of the losses are looked through at the first step. A hook may do anything with a
-gradient too: a step in which one was registered is not seeded with weights either.
+is not seeded with weights: the graphs of the losses are looked through at the first step, and again where they have
+another number of nodes, or end in others. A hook may do anything with a gradient too: a step in which one was
+registered is not seeded with weights either.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Sweep:
         self._rule = rule
         self._settings: Sequence[Settings] | None = None
         self._weights: Weights | None = None
-        self._allowed: bool | None = None
+        self._allowed: dict[Any, bool] = {}
 
     def weights(self, settings: Sequence[Settings], *, constant: bool = False) -> Weights | None:
         """Return what `weights_of` does; the same list is looked at once, unless its tensors may change.
@@ -141,11 +142,7 @@ class Sweep:
         """
         if upper is None:
             return slope(lower, points, "lower", k, create_graph=create_graph, retain_graph=retain_graph)
-        if self._allowed is None:
-            self._allowed = _allows(lower, upper, points, since.node)
-        if not (self._allowed and lower.requires_grad and upper.requires_grad):
-            return None
-        if hook_number() != since.hook or any(map(has_hooks, points)):
+        if hook_number() != since.hook or any(map(has_hooks, points)) or not self._allows(lower, upper, points, since):
             return None
         seeds = (_seed(weights.lower, lower), _seed(weights.upper, upper))
         retain_graph = create_graph if retain_graph is None else retain_graph
@@ -153,6 +150,16 @@ class Sweep:
         check_dense(moves, "losses", k)
         check_depends(moves, k)
         return moves
+
+    def _allows(self, lower: Tensor, upper: Tensor, points: Sequence[Tensor], since: Opening) -> bool:
+        """Whether one pass gives what two gradients would; losses that look the same are looked through once."""
+        if not (lower.requires_grad and upper.requires_grad):
+            return False
+        nodes = sequence_number() - since.node
+        look = (nodes, type(lower.grad_fn), type(upper.grad_fn), lower.dtype, upper.dtype)
+        if look not in self._allowed:
+            self._allowed[look] = _allows(lower, upper, points, since.node)
+        return self._allowed[look]
 
 
 def moved(params: Sequence[Tensor], moves: Grads, weights: Weights) -> tuple[Tensor, ...]:
