@@ -517,6 +517,20 @@ def test_transforms_are_noticed() -> None:
     assert inside == [True] and not private.inside_transform(), "rollouts do not compose with torch.func"
 
 
+def test_vmap_is_told_from_other_transforms() -> None:
+    found: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        found.append(private.inside_vmap())
+        return x.sum()
+
+    look(torch.ones(2))
+    torch.func.grad(look)(torch.ones(2))
+    torch.func.jvp(look, (torch.ones(2),), (torch.ones(2),))
+    torch.func.vmap(torch.func.grad(look))(torch.ones(2, 2))
+    assert found == [False, False, False, True], "a module with padding is refused for no reason, or is wrong"
+
+
 def test_dynamo_stays_outside() -> None:
     compiled = []
 

@@ -109,6 +109,31 @@ def test_a_module_inside_a_transform() -> None:
     torch.testing.assert_close(func.vmap(func.grad(value))(X.expand(3, 2))[2], want, rtol=1e-12, atol=1e-14)
 
 
+class Scaled(nn.Embedding):
+    def forward(self, words: Tensor) -> Tensor:
+        return 2 * super().forward(words)
+
+
+def test_padding_inside_a_transform() -> None:
+    """A `vmap` would give the row for padding a gradient; other transforms do not."""
+    torch.manual_seed(0)
+    model = Scaled(4, 2, padding_idx=1, dtype=torch.float64)
+    inner = bda.BDAInnerOptimizer(model.parameters(), lr=0.1)
+    words = torch.tensor([0, 1, 3, 1])
+
+    def value(x: Tensor) -> Tensor:
+        fmodel = inner.unroll(model, lambda net, x, b: (net(words).sin() - x).square().sum(), steps=3, hyper=x)
+        loss: Tensor = (fmodel(words) * x).cos().sum()
+        return loss
+
+    x = double(0.4).requires_grad_()
+    (expected,) = torch.autograd.grad(value(x), x)
+    torch.testing.assert_close(func.grad(value)(x.detach()), expected)
+    torch.testing.assert_close(func.jvp(value, (x.detach(),), (torch.ones_like(x),))[1], expected)
+    with pytest.raises(RuntimeError, match=r"Scaled has a row for padding.*\nMap over tasks with"):
+        func.vmap(value)(torch.stack([x.detach(), x.detach()]))
+
+
 @pytest.mark.parametrize(
     "options", [{"adjoint": bda.Checkpointed()}, {"adjoint": bda.ForwardMode()}, {"compile": True}], ids=str
 )

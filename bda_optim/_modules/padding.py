@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._support.torch_private import inside_transform
+from .._support.torch_private import inside_transform, inside_vmap
 
 
 class Embedding(nn.Embedding):
@@ -27,5 +27,8 @@ class Embedding(nn.Embedding):
 
 def refuse_mapping(module: nn.Module, inputs: Any) -> None:
     """Raise, before an embedding with a forward pass of its own, where `vmap` maps over it."""
-    if inside_transform():
-        raise RuntimeError(f"{type(module).__name__} has a row for padding, to which vmap gives a gradient")
+    if inside_vmap():
+        raise RuntimeError(
+            f"{type(module).__name__} has a row for padding, to which vmap gives a gradient.\n"
+            "Map over tasks with `tasks=`, which runs them one after another, or use nn.Embedding itself."
+        )

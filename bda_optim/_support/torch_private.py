@@ -356,6 +356,14 @@ def inside_transform() -> bool:
     return _functorch.maybe_current_level() is not None
 
 
+def inside_vmap() -> bool:
+    """Whether a `vmap` is among the transforms that the caller runs inside of.
+
+    `torch._C._functorch.get_interpreter_stack` and the keys of its entries: since 2.0; no public alternative.
+    """
+    return any(level.key() == _functorch.TransformType.Vmap for level in _functorch.get_interpreter_stack() or ())
+
+
 @functools.cache
 def _load_decompositions() -> None:
     """Make known to `vmap` how it batches some operations: a first call of the public one does so."""
