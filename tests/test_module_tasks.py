@@ -54,6 +54,16 @@ class Scaled(nn.Embedding):
         return 2 * super().forward(words)
 
 
+class Functional(nn.Embedding):
+    """An embedding that is no layer of torch's: its forward pass calls the function."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return nn.functional.embedding(words, self.weight, padding_idx=1)
+
+
 def words(net: Any, x: Tensor) -> Tensor:
     """Look up words, padding among them, that depend on the inputs."""
     return net((2 * x.detach()).round().abs().clamp(max=3).long()).tanh() + x.mean()
@@ -80,6 +90,7 @@ TASKS: dict[str, TaskCase] = {
     "embedding": TaskCase(lambda: nn.Embedding(4, 2), call=words),
     "padded embedding": TaskCase(lambda: nn.Embedding(4, 2, padding_idx=0), call=words),
     "padded and scaled embedding": TaskCase(lambda: Scaled(4, 2, padding_idx=1), call=words, loops=True),
+    "padded embedding by a function": TaskCase(Functional, call=words, loops=True),
     "lstm": TaskCase(lambda: nn.LSTM(4, 3), shape=(3, 5, 4), call=last_state, loops=True),
     "old autograd function": TaskCase(WithFunction, loops=True),
     "a number read": TaskCase(Peeking, loops=True),

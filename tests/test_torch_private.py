@@ -135,6 +135,17 @@ def test_weighted_seeds() -> None:
         assert not private.takes_weighted_seed(value.grad_fn), "BDA takes a wrong step, or none of its checks"
 
 
+@pytest.mark.parametrize("padding", [None, 0, 1, -1])
+def test_padded_embeddings_are_found(padding: int | None) -> None:
+    tables, words = torch.ones(2, 3, 2, requires_grad=True), torch.zeros(2, 4, dtype=torch.long)
+    number = private.sequence_number()
+    found = torch.func.vmap(lambda table, w: nn.functional.embedding(w, table, padding_idx=padding))(tables, words)
+    answer = private.has_padded_embedding(found.sum().grad_fn, number)
+    assert answer is (padding is not None), "tasks move a row for padding"
+    loss, _ = embedding_bag()
+    assert not private.has_padded_embedding(loss.grad_fn, number), "tasks run one after another for no reason"
+
+
 def test_hooks_of_a_tensor() -> None:
     x = torch.ones(1, requires_grad=True)
     assert not private.has_hooks(x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._support.torch_private import inside_transform, inside_vmap
@@ -19,9 +20,10 @@ class Embedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up words."""
-        found = super().forward(input)
         if self.padding_idx is None or not inside_transform():
-            return found
+            return super().forward(input)
+        scaled = self.scale_grad_by_freq
+        found = F.embedding(input, self.weight, None, self.max_norm, self.norm_type, scaled, self.sparse)
         return torch.where(input.eq(self.padding_idx).unsqueeze(-1), found.detach(), found)
 
 

@@ -13,7 +13,7 @@ from .._context.environment import Ambient
 from .._modules.closed import chosen, noting_forgone_forms
 from .._support.checks import user_level
 from .._support.slots import Keyed
-from .._support.torch_private import inside_transform
+from .._support.torch_private import has_padded_embedding, inside_transform, sequence_number
 from .._support.tree import tensors
 from .._support.vmap import one_by_one, over_tasks
 from .objective import Buffers, Loss, Objective
@@ -51,10 +51,12 @@ class TaskMapper:
             return over_tasks(function, *trees)
         ambient = Ambient(tensors(trees))
         rng = ambient.rng()
+        number = sequence_number()
         forgone: list[bool] = []
         try:
             with noting_forgone_forms() as forgone:
                 result = over_tasks(function, *trees)
+            _refuse_padding(tensors(result), number)
             self._batches = not forgone or inside_transform()
         except (RuntimeError, NotImplementedError, ValueError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -70,6 +72,15 @@ class TaskMapper:
             _better_one_by_one.add(self._module)
         ambient.set_rng(rng)  # the attempt may have drawn from it, and a replay does not repeat the attempt
         return one_by_one(function, self.tasks, *trees)
+
+
+def _refuse_padding(results: Sequence[Tensor], since: int) -> None:
+    """Raise where a loss calls `F.embedding` itself: `vmap` is right about the row for padding of the first task alone.
+
+    The layers of a module do without, in a way of their own.
+    """
+    if any(has_padded_embedding(result.grad_fn, since) for result in results):
+        raise NotImplementedError("it gives the row of `padding_idx` in F.embedding a gradient")
 
 
 class TasksObjective(Keyed):

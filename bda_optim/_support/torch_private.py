@@ -117,6 +117,15 @@ def has_reentrant_checkpoint(root: Any, since: int) -> bool:
     return any(node.name() == "CheckpointFunctionBackward" for node in recent_nodes(root, since))
 
 
+def has_padded_embedding(root: Any, since: int) -> bool:
+    """Whether an embedding with a row for padding is among the nodes behind `root`, from number `since` on.
+
+    `Node._saved_padding_idx`: since before 2.0. Some nodes give -1, which stands for no padding, as the largest number.
+    """
+    none = (-1, 2**64 - 1)
+    return any(getattr(node, "_saved_padding_idx", -1) not in none for node in recent_nodes(root, since))
+
+
 _SECOND_ORDER_NODES = {
     "EmbeddingBagBackwardBackward0": "EmbeddingBag",
     "CdistBackwardBackward0": "cdist",
