@@ -6,6 +6,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import problems
@@ -581,3 +582,51 @@ def test_random_numbers_that_no_earlier_step_drew(adjoint: Any, late: bool, trac
         got, want = rollout(alpha, compile=True), rollout(alpha, compile=False)
         close([got.grad, got.params, got.value], [want.grad, want.params, want.value])
     assert traced
+
+
+def test_a_tensor_that_no_key_reaches_is_watched(traced: list[int]) -> None:
+    """It lies too deep to be found among the closures; a change in place before the backward pass is noticed."""
+    deep: Any = torch.ones(2, dtype=torch.float64)
+    for _ in range(5):
+        deep = SimpleNamespace(inner=deep)
+
+    def weigh(y: Tensor, x: Tensor, _: Any) -> Tensor:
+        return (deep.inner.inner.inner.inner.inner * (y - x) ** 2).sum()
+
+    y0, x = torch.tensor([2.0, 2.0], dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    for change in (False, True):
+        y = bda.rollout(weigh, None, y0, x, steps=4, lr=0.1, alpha=0.0, compile=True)
+        if change:
+            deep.inner.inner.inner.inner.inner.mul_(2)
+            with pytest.raises(RuntimeError, match="changed in place"):
+                y.sum().backward()
+        else:
+            y.sum().backward()
+
+
+def test_deterministic_algorithms_have_programs_of_their_own(traced: list[int]) -> None:
+    counterexample(compile=True)
+    before = len(traced)
+    torch.use_deterministic_algorithms(True)
+    try:
+        counterexample(compile=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(traced) > before
+
+
+def test_another_tensor_in_a_module_of_a_closure(traced: list[int]) -> None:
+    teacher = nn.Linear(2, 1).double().requires_grad_(False)
+
+    def imitate(y: Tensor, x: Tensor, _: Any) -> Tensor:
+        return (teacher(y - x) ** 2).sum() + (y**2).sum()
+
+    def rolled(*, compile: bool) -> bda.Hypergradient:
+        y0, x = torch.tensor([2.0, 2.0], dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64)
+        return bda.hypergradient(imitate, imitate, y0, x, steps=4, lr=0.1, alpha=0.0, compile=compile)
+
+    close([rolled(compile=True).grad], [rolled(compile=False).grad])
+    built = len(traced)
+    teacher.weight = nn.Parameter(torch.tensor([[1.0, 3.0]], dtype=torch.float64), requires_grad=False)
+    close([rolled(compile=True).grad], [rolled(compile=False).grad])
+    assert len(traced) == built  # the same programs, which are given the other tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +32,28 @@ class Plain:
 
     def loss(self, x: Tensor) -> Tensor:
         return self.level * x
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.weights = torch.tanh, [1.0, 2.0]
+        self.register_buffer("shift", torch.zeros(2))
+        self.fixed = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scale * self.act(x)
+
+
+settings = types.ModuleType("settings")
+
+
+class Level:
+    height = 1.0
+
+
+def reads_attributes(x: Tensor) -> Tensor:
+    return settings.rate * Level.height * x
 
 
 def closure(value: Any) -> Callable[..., Any]:
@@ -70,7 +93,9 @@ def test_functions_and_dataclasses_made_anew() -> None:
 def changes() -> dict[str, tuple[Any, Callable[[], Any]]]:
     """What is looked at, and how it changes."""
     net, plain, options = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), Plain(), Options(0.1, default)
-    items, table, tensor = [1, 2], {"a": 1}, torch.ones(2)
+    items, table, tensor, chosen = [1, 2], {"a": 1}, torch.ones(2), {1, 2}
+    scaled, level, settings.rate = Scaled(), Level(), 1.0
+    handle = net[1].register_forward_hook(lambda *a: None)
 
     def own(x: Tensor, factor: float = 1.0) -> Tensor:
         return factor * x
@@ -79,6 +104,16 @@ def changes() -> dict[str, tuple[Any, Callable[[], Any]]]:
         "a flag of a module": (closure(net), net.eval),
         "a number of a module": (closure(net), lambda: setattr(net[1], "p", 0.2)),
         "a hook": (closure(net), lambda: net[0].register_forward_hook(lambda *a: None)),
+        "another hook": (closure(net), lambda: (handle.remove(), net[1].register_forward_hook(lambda *a: None))),
+        "a function of a module": (closure(scaled), lambda: setattr(scaled, "act", torch.sigmoid)),
+        "a list of a module": (closure(scaled), lambda: scaled.weights.append(3.0)),
+        "a forward pass": (closure(scaled), lambda: setattr(scaled, "forward", lambda x: x)),
+        "a global of a forward pass": (closure(scaled), lambda: globals().update(scale=globals()["scale"] + 1)),
+        "an attribute of a class": (closure(level), lambda: setattr(Level, "height", Level.height + 1)),
+        "an attribute of a named class": (reads_attributes, lambda: setattr(Level, "height", Level.height + 1)),
+        "an attribute of a Python module": (reads_attributes, lambda: setattr(settings, "rate", 2.0)),
+        "an attribute of a function": (default, lambda: setattr(default, "calls", getattr(default, "calls", 0) + 1)),
+        "a set": (closure(chosen), lambda: chosen.add(3)),
         "a loose tensor": (closure(net), lambda: setattr(net[0], "mask", torch.ones(1))),
         "an attribute": (plain.loss, lambda: setattr(plain, "level", 2)),
         "a field": (closure(options), lambda: setattr(options, "rate", 0.2)),
@@ -101,6 +136,33 @@ def test_what_changed_is_noticed(what: str) -> None:
     change()
     assert trace_key.freeze(problem)[0] != key
     assert not same(problem)
+
+
+def test_a_method_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, scaled = Plain(), Scaled()
+    problem = closure((plain, scaled))
+    for kind, name in ((Plain, "loss"), (Scaled, "forward")):
+        same, key = same_as(problem), trace_key.freeze(problem)[0]
+        assert same(problem)
+        monkeypatch.setattr(kind, name, lambda self, x: x)
+        assert not same(problem) and trace_key.freeze(problem)[0] != key
+
+
+@pytest.mark.parametrize("name", ["shift", "fixed"])
+def test_another_tensor_of_a_module_is_the_one_that_is_read(name: str) -> None:
+    scaled = Scaled()
+    problem = closure(scaled)
+    same = same_as(problem)
+    other = torch.full((2,), 3.0)
+    setattr(scaled, name, nn.Parameter(other, requires_grad=False) if name == "fixed" else other)
+    assert not same(problem)
+    assert any(t is getattr(scaled, name) for t in trace_key.freeze(problem)[1])
+
+
+def test_tensors_without_a_layout_are_passed_over() -> None:
+    module = nn.Sequential(nn.LazyLinear(2), nn.Identity())
+    module.register_buffer("sparse", torch.eye(2).to_sparse())
+    assert trace_key.freeze(closure(module))[1] == [] and same_as(closure(module))(closure(module))
 
 
 def test_an_object_at_two_places_is_the_same_at_both() -> None:

@@ -384,12 +384,23 @@ def test_compiled_modules() -> None:
     assert private.COMPILED_CALL in vars(module), "an inner loop calls the user's compiled module, with its parameters"
 
 
+def test_own_tensors_of_a_module() -> None:
+    module = nn.BatchNorm1d(2, affine=False)
+    module.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    names = {"scale", "weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+    assert set(private.own_tensors(module)) == names, "a compiled step does not notice another parameter"
+
+
 def test_hooks_before_a_forward_pass() -> None:
     module = nn.Linear(1, 1)
     calls: list[str] = []
     module.register_forward_pre_hook(lambda module, inputs: calls.append("registered"))
-    module.register_forward_hook(lambda module, inputs, output: None)
-    assert private.hook_counts(module) == (1, 1), "a compiled step does not notice a new hook"
+    handle = module.register_forward_hook(lambda module, inputs, output: None)
+    before = private.hook_numbers(module)
+    handle.remove()
+    module.register_forward_hook(lambda module, inputs, output: 2 * output)
+    after = private.hook_numbers(module)
+    assert list(map(len, before)) == [1, 1] and after != before, "a compiled step does not notice another hook"
     registered = private.pre_hooks(module)
     private.replace_pre_hooks(module, {-1: lambda module, inputs: calls.append("first"), **registered})
     module(torch.ones(1, 1))

@@ -119,14 +119,16 @@ class _Recent:
 _recent: weakref.WeakKeyDictionary[Any, _Recent] = weakref.WeakKeyDictionary()
 
 
-def engine_of(step: BDAStep, mode: str) -> tuple[Engine, list[Tensor]]:
-    """Return the engine of a problem, and the tensors that its functions hold."""
+def engine_of(step: BDAStep, mode: str, devices: Sequence[torch.device] = ()) -> tuple[Engine, list[Tensor]]:
+    """Return the engine of a problem on some devices beside the CPU, and the tensors that its functions hold."""
     update = step.update
     groups = [(group.members, _without_numbers(group.settings.unfilled())) for group in update.groups]
     parts = (step.lower, step.upper, step.objective, step.hyper, update.rule, groups, update.tasks)
-    casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+    kinds = ("cpu", "cuda", *(device.type for device in devices))
+    casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
     choices = current()
-    also = (step.constant_gradients, mode, casts, torch.get_default_dtype(), choices.cpp_wrapper)
+    flags = (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
+    also = (step.constant_gradients, mode, casts, flags, choices.cpp_wrapper)
     owner = getattr(step.lower, "__func__", step.lower)
     owner = getattr(owner, "__code__", owner)  # a lambda made anew in every upper iteration has the same code
     family = _engines.setdefault(owner, {})

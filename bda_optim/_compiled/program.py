@@ -122,8 +122,8 @@ class Pair:
     """Whether random numbers are drawn."""
 
     def versions(self, captured: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-        """Return the tensors of closures that both parts read, with their versions."""
-        held = [captured[c] for c in self.ahead.constants if isinstance(c, int)]
+        """Return the tensors beside their arguments that both parts read, with their versions."""
+        held = [captured[c] if isinstance(c, int) else c for c in self.ahead.constants]
         return [(t, version_of(t)) for t in held]
 
 

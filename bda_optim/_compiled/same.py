@@ -17,7 +17,19 @@ from torch import Tensor, nn
 
 from .._support.slots import Keyed
 from .._support.tensors import layout
-from .trace_key import DEPTH, PLAIN, Ref, cell_is_filled, configuration, global_names, is_followed, loose_tensors
+from .trace_key import (
+    CONTAINERS,
+    DEPTH,
+    PLAIN,
+    Ref,
+    cell_is_filled,
+    configuration,
+    contents,
+    global_names,
+    is_followed,
+    named_in,
+    of_class,
+)
 
 Same: TypeAlias = Callable[[Any], bool]
 """Says whether something is what it was."""
@@ -57,7 +69,7 @@ class _Builder:
             return _tensor(value)
         if isinstance(value, Keyed):
             return _through(type(value), lambda now: now.key(), self.look(value.key(), DEPTH, inside))
-        if isinstance(value, list | tuple):
+        if isinstance(value, CONTAINERS):
             return _sequence(type(value), [self.look(item, depth, inside) for item in value])
         if isinstance(value, dict):
             return _dictionary(list(map(str, value)), [self.look(item, depth, inside) for item in value.values()])
@@ -94,10 +106,10 @@ class _Builder:
             return _through(type(value), lambda now: (now.func, now.args, now.keywords), parts)
         itself = _object(value)
         if isinstance(value, nn.Module):
-            flags, tensors = tuple(configuration(value)), self.look(loose_tensors(value), depth, inside)
-            return lambda now: itself(now) and tuple(configuration(now)) == flags and tensors(loose_tensors(now))
-        attributes = self.look(vars(value), depth, inside)
-        return lambda now: itself(now) and attributes(vars(now))
+            flags, tensors = tuple(configuration(value)), self.look(contents(value), depth, inside)
+            return lambda now: itself(now) and tuple(configuration(now)) == flags and tensors(contents(now))
+        shared, attributes = of_class(type(value)), self.look(vars(value), depth, inside)
+        return lambda now: itself(now) and of_class(type(now)) == shared and attributes(vars(now))
 
 
 def _plain(value: Any) -> Same:
@@ -135,7 +147,8 @@ def _dictionary(names: Sequence[str], sames: Sequence[Same]) -> Same:
 
 
 def _parts(function: types.FunctionType, names: Sequence[str]) -> list[Any]:
-    """Return what a function reads: its closure, its globals, its defaults."""
+    """Return what a function reads: its closure, its globals, its defaults, and attributes of what it names."""
     cells = [cell.cell_contents if cell_is_filled(cell) else _MISSING for cell in function.__closure__ or ()]
     used = [function.__globals__.get(name, _MISSING) for name in names]
-    return [*cells, *used, function.__defaults__, function.__kwdefaults__]
+    attributes = named_in([*cells, *used], names)
+    return [*cells, *used, attributes, function.__defaults__, function.__kwdefaults__, vars(function)]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._adjoints.base import Cotangents, Step, changed_in_place
 from .._adjoints.tangents import Tangents
-from .._context.devices import sent
+from .._context.devices import accelerators, sent
 from .._context.environment import Ambient
 from .._step.aggregation import at_step, is_zero
 from .._step.step import BDAStep
@@ -77,7 +77,7 @@ class CompiledStep(Step):
         self._hyper = hyper
         self._wanted = tuple(h.requires_grad for h in hyper)
         self._mode = mode
-        self._engine, self._captured = engine_of(step, mode)
+        self._engine, self._captured = engine_of(step, mode, accelerators(tensors(state)))
         self._functions = Functions(step, self._state, hyper)
         self._programs = Programs(step, self._functions, self._engine, self._captured, self._where, self._wanted, mode)
         self._device = tensors(state)[0].device

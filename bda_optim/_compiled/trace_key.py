@@ -7,12 +7,13 @@ handed over as well, in order, and become inputs of the trace, so that a closure
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +21,14 @@ from torch import Tensor, nn
 
 from .._support.slots import Keyed
 from .._support.tensors import layout
-from .._support.torch_private import hook_counts
+from .._support.torch_private import hook_numbers, own_tensors
 
 DEPTH = 3  # so many functions and objects are followed: a loss, a helper it calls, what that refers to
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
+CONTAINERS = (list, tuple, set, frozenset, collections.deque)
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_LIBRARIES = ("torch", "bda_optim", "builtins")
 
 
 class Ref:
@@ -82,7 +87,7 @@ class _Walker:
     def _visit_object(self, value: Any, depth: int) -> Hashable:
         if isinstance(value, Keyed):  # as deep as it goes: it says itself what it depends on, however it is nested
             return type(value).__name__, self.visit(value.key(), DEPTH)
-        if isinstance(value, list | tuple):  # a container is no step away: what it holds is compared, not itself
+        if isinstance(value, CONTAINERS):  # a container is no step away: what it holds is compared, not itself
             return type(value).__name__, tuple(self.visit(item, depth) for item in value)
         if isinstance(value, dict):
             return "dict", tuple((str(key), self.visit(item, depth)) for key, item in value.items())
@@ -98,16 +103,16 @@ class _Walker:
         if isinstance(value, functools.partial):
             return "partial", self.visit((value.func, value.args, value.keywords), depth - 1)
         if isinstance(value, nn.Module):
-            return "module", Ref(value), tuple(configuration(value)), self.visit(loose_tensors(value), depth - 1)
-        return Ref(value), self.visit(vars(value), depth - 1)
+            return "module", Ref(value), tuple(configuration(value)), self.visit(contents(value), depth - 1)
+        return Ref(value), of_class(type(value)), self.visit(vars(value), depth - 1)
 
     def _visit_function(self, function: types.FunctionType, depth: int) -> Hashable:
         code = function.__code__
         cells = [cell.cell_contents for cell in function.__closure__ or () if cell_is_filled(cell)]
         names = [name for name in global_names(code) if name in function.__globals__]
         used = [function.__globals__[name] for name in names]
-        inside = (cells, used, function.__defaults__, function.__kwdefaults__)
-        return Ref(code), self.visit(inside, depth)
+        inside = (cells, used, function.__defaults__, function.__kwdefaults__, vars(function))
+        return Ref(code), named_in([*cells, *used], global_names(code)), self.visit(inside, depth)
 
 
 def is_followed(value: Any, depth: int) -> bool:
@@ -115,25 +120,65 @@ def is_followed(value: Any, depth: int) -> bool:
     if depth <= 0 or isinstance(value, types.ModuleType | types.BuiltinFunctionType):
         return False
     if isinstance(value, types.FunctionType):
-        return (value.__module__ or "").split(".")[0] not in ("torch", "bda_optim")
+        return not _is_of_library(value)
     return isinstance(value, types.MethodType | functools.partial | nn.Module) or hasattr(value, "__dict__")
 
 
-def loose_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that a module holds as plain attributes, which are neither parameters nor buffers."""
-    return {
-        f"{name}.{key}": value
-        for name, child in module.named_modules()
-        for key, value in vars(child).items()
-        if isinstance(value, Tensor)
-    }
+def contents(module: nn.Module) -> dict[str, Any]:
+    """Return what the parts of a module hold that may be replaced: tensors, functions, containers of plain values."""
+    found = {}
+    for name, child in module.named_modules():
+        for key, value in vars(child).items():
+            if key not in _OF_EVERY_MODULE and (isinstance(value, (Tensor, *_FUNCTIONS)) or _holds_plain(value)):
+                found[f"{name}.{key}"] = value
+        for key, value in own_tensors(child).items():
+            if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
+                found[f"{name}.{key}"] = value
+    return found
+
+
+def _holds_plain(value: Any, depth: int = DEPTH) -> bool:
+    """Whether a value is a container of plain values, or of such containers."""
+    if not depth or not isinstance(value, (*CONTAINERS, dict)):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return all(isinstance(item, PLAIN) or _holds_plain(item, depth - 1) for item in items)
 
 
 def configuration(module: nn.Module) -> Iterator[Hashable]:
     """Yield the classes, flags and numbers of a module tree: what decides which operations it runs."""
     for name, child in module.named_modules():
+        kind = type(child)
         plain = ((key, value) for key, value in vars(child).items() if isinstance(value, PLAIN))
-        yield name, type(child), tuple(plain), *hook_counts(child)
+        yield name, kind, tuple(plain), *hook_numbers(child), *_forward(kind)
+
+
+def _forward(kind: type[nn.Module]) -> tuple[Hashable, ...]:
+    """Return the forward pass of a user's class, and the plain values among the globals that it names."""
+    function = getattr(kind, "forward", None)
+    if not isinstance(function, types.FunctionType) or _is_of_library(function):
+        return ()
+    names, space = global_names(function.__code__), function.__globals__
+    return function, tuple((name, space[name]) for name in names if isinstance(space.get(name, space), PLAIN))
+
+
+def of_class(kind: type) -> tuple[Hashable, ...]:
+    """Return the plain values and the methods of a user's class."""
+    classes = [one for one in kind.__mro__ if not _is_of_library(one)]
+    entries = [(name, value) for one in classes for name, value in vars(one).items()]
+    plain = [(name, value) for name, value in entries if isinstance(value, PLAIN)]
+    return (*plain, *(Ref(value) for _, value in entries if isinstance(value, types.FunctionType)))
+
+
+def named_in(values: Sequence[Any], names: Sequence[str]) -> tuple[Hashable, ...]:
+    """Return the plain attributes of Python modules and classes, among some values, that a function may read."""
+    spaces = [vars(value) for value in values if isinstance(value, types.ModuleType | type)]
+    found = ((name, space[name]) for space in spaces for name in names if name in space)
+    return tuple((name, value) for name, value in found if isinstance(value, PLAIN))
+
+
+def _is_of_library(value: Any) -> bool:
+    return (value.__module__ or "").split(".")[0] in _LIBRARIES
 
 
 def cell_is_filled(cell: Any) -> bool:

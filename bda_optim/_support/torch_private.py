@@ -461,9 +461,17 @@ def compiled_original(module: nn.Module) -> Any:
     return module.__dict__.get("_modules", {}).get("_orig_mod")
 
 
-def hook_counts(module: nn.Module) -> tuple[int, int]:
-    """Return how many hooks a module has behind and before its forward pass. Both dictionaries: since before 2.0."""
-    return len(module._forward_hooks), len(module._forward_pre_hooks)
+def hook_numbers(module: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the numbers of the hooks behind and before a module's forward pass, which torch gives out once each.
+
+    Both dictionaries: since before 2.0.
+    """
+    return tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
+
+
+def own_tensors(module: nn.Module) -> dict[str, Any]:
+    """Return a module's own parameters and buffers, those that are None among them. Both: since before 2.0."""
+    return {**module._parameters, **module._buffers}
 
 
 def pre_hooks(module: nn.Module) -> dict[int, Any]:
