@@ -630,3 +630,26 @@ def test_another_tensor_in_a_module_of_a_closure(traced: list[int]) -> None:
     teacher.weight = nn.Parameter(torch.tensor([[1.0, 3.0]], dtype=torch.float64), requires_grad=False)
     close([rolled(compile=True).grad], [rolled(compile=False).grad])
     assert len(traced) == built  # the same programs, which are given the other tensor
+
+
+@pytest.mark.parametrize("adjoint", [bda.Unroll(), bda.Checkpointed(), bda.ForwardMode(), bda.Truncated(2)], ids=str)
+def test_a_step_that_cannot_be_compiled_draws_as_one_that_was_never_tried(
+    adjoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile(graph: Any, inputs: Any, options: Any) -> Any:
+        return lambda *flat: tuple(t + 1 for t in graph(*flat))
+
+    monkeypatch.setattr(torch._inductor, "compile", compile)
+    monkeypatch.setattr(compiled_programs, "_MOST_STEPS", 2)
+
+    def rolled(**options: Any) -> tuple[Tensor, Tensor]:
+        y0, x = torch.tensor([2.0, 2.0], dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64)
+        torch.manual_seed(1)
+        result = bda.hypergradient(
+            noisy_upper, noisy_upper, y0, x, steps=4, lr=0.1, alpha=0.0, adjoint=adjoint, **options
+        )
+        return result.grad, torch.rand(1)
+
+    with pytest.warns(UserWarning, match="other numbers than the uncompiled one"):
+        got = rolled(compile=True)
+    close(list(got), list(rolled()))

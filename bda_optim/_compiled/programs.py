@@ -164,6 +164,8 @@ class Programs:
         if len(engine.programs) >= _MOST_PROGRAMS:
             self._give_up(f"more than {_MOST_PROGRAMS} layouts of batches or states were met")
             return None
+        ambient = Ambient(flat)
+        before = ambient.rng()
         try:
             with engine.compiling():
                 function = self._function_of(kind, part.form, where, flat)
@@ -171,9 +173,11 @@ class Programs:
             result = program(flat, program.extra(self._captured))
             same = agree(result, want)
         except Exception as error:  # whatever the compiler stumbled over, the uncompiled step is right
+            ambient.set_rng(before)
             self._give_up(f"the step could not be compiled ({reason(error)})")
             return None
         if not same:
+            ambient.set_rng(before)
             self._give_up("the compiled step gives other numbers than the uncompiled one")
             return None
         engine.programs[key] = program
