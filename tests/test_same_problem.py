@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -94,7 +95,7 @@ def changes() -> dict[str, tuple[Any, Callable[[], Any]]]:
     """What is looked at, and how it changes."""
     net, plain, options = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), Plain(), Options(0.1, default)
     items, table, tensor, chosen = [1, 2], {"a": 1}, torch.ones(2), {1, 2}
-    scaled, level, settings.rate = Scaled(), Level(), 1.0
+    scaled, level, array, settings.rate = Scaled(), Level(), np.ones(2), 1.0
     handle = net[1].register_forward_hook(lambda *a: None)
 
     def own(x: Tensor, factor: float = 1.0) -> Tensor:
@@ -113,6 +114,7 @@ def changes() -> dict[str, tuple[Any, Callable[[], Any]]]:
         "an attribute of a named class": (reads_attributes, lambda: setattr(Level, "height", Level.height + 1)),
         "an attribute of a Python module": (reads_attributes, lambda: setattr(settings, "rate", 2.0)),
         "an attribute of a function": (default, lambda: setattr(default, "calls", getattr(default, "calls", 0) + 1)),
+        "an array": (closure(array), lambda: array.fill(2.0)),
         "a set": (closure(chosen), lambda: chosen.add(3)),
         "a loose tensor": (closure(net), lambda: setattr(net[0], "mask", torch.ones(1))),
         "an attribute": (plain.loss, lambda: setattr(plain, "level", 2)),
@@ -163,6 +165,13 @@ def test_tensors_without_a_layout_are_passed_over() -> None:
     module = nn.Sequential(nn.LazyLinear(2), nn.Identity())
     module.register_buffer("sparse", torch.eye(2).to_sparse())
     assert trace_key.freeze(closure(module))[1] == [] and same_as(closure(module))(closure(module))
+
+
+def test_arrays_are_compared_by_value_up_to_a_size() -> None:
+    assert same_as(closure(np.ones(2)))(closure(np.ones(2))) and same_as(np.float32(2.0))(np.float32(2.0))
+    assert not same_as(np.ones(2))(np.ones(2, dtype=np.float32)) and not same_as(np.ones(2))([1.0, 1.0])
+    large = np.ones(10_000)
+    assert same_as(large)(large) and not same_as(large)(large.copy())
 
 
 def test_an_object_at_two_places_is_the_same_at_both() -> None:

@@ -29,6 +29,7 @@ from .trace_key import (
     is_followed,
     named_in,
     of_class,
+    small_array,
 )
 
 Same: TypeAlias = Callable[[Any], bool]
@@ -77,6 +78,8 @@ class _Builder:
             names = [field.name for field in dataclasses.fields(value)]
             fields = self.look([getattr(value, name) for name in names], depth, inside)
             return _through(type(value), lambda now: [getattr(now, name) for name in names], fields)
+        if (array := small_array(value)) is not None:
+            return lambda now: small_array(now) == array
         return self._once(value, depth, inside) if is_followed(value, depth) else _object(value)
 
     def _once(self, value: Any, depth: int, inside: tuple[int, ...]) -> Same:

@@ -28,6 +28,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_SMALL = 4096  # bytes: so much of an array is compared in every rollout
 _LIBRARIES = ("torch", "bda_optim", "builtins")
 
 
@@ -94,6 +95,8 @@ class _Walker:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
             return type(value).__name__, self.visit(fields, depth)
+        if (array := small_array(value)) is not None:
+            return array
         if not is_followed(value, depth):
             return Ref(value)
         if isinstance(value, types.FunctionType):
@@ -122,6 +125,14 @@ def is_followed(value: Any, depth: int) -> bool:
     if isinstance(value, types.FunctionType):
         return not _is_of_library(value)
     return isinstance(value, types.MethodType | functools.partial | nn.Module) or hasattr(value, "__dict__")
+
+
+def small_array(value: Any) -> Hashable | None:
+    """Return what a small array or number of NumPy holds; None of anything else, and of a large array."""
+    kind = type(value)
+    if kind.__module__ != "numpy" or not hasattr(value, "tobytes") or value.nbytes > _SMALL:
+        return None
+    return kind, str(value.dtype), value.shape, value.tobytes()
 
 
 def contents(module: nn.Module) -> dict[str, Any]:
