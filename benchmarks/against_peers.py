@@ -2,113 +2,145 @@
 
     python -m benchmarks.against_peers
 
-Latest output (--only mlp softmax counterexample counterexample_bda aggregation; other work shared the cores at times):
+Latest output (--rounds 9 --no-memory, on a core of its own; another benchmark ran on the other):
 
-2026-11-16; x86_64, 2 cores, CPU, one thread, float32; torch 2.13.0+cpu, higher 0.2.1, torchopt 0.7.3, jax 0.10.2
+2026-11-18; x86_64, 2 cores, CPU, one thread, float32; torch 2.13.0+cpu, higher 0.2.1, torchopt 0.7.3,
+jax 0.10.2, boat-torch 1.1.1, learn2learn 0.2.0
 
 MLP 64-256-256-10, batch 64, K=50  first call s  CPU ms  x higher  memory MiB  error
-torch.func by hand                         0.27  241.92      0.93       41.56  2e-07
-higher                                     0.28  241.27      1.00       42.87  2e-07
-torchopt                                   0.22  227.75      0.93       38.49  2e-07
-JAX jit+scan                               4.18  113.29      0.48       27.27  2e-07
-ours, Unroll                               0.22  230.81      0.93       36.05  2e-06
-ours, Checkpointed                         0.45  362.69      1.57       10.50  1e-06
-ours, Unroll, compiled                    38.08  162.47      0.67       29.62  2e-06
-ours, Checkpointed, compiled              12.10  215.87      0.97        9.02  2e-07
+torch.func by hand                         0.12  103.74      0.98           -  2e-07
+higher                                     0.11  106.79      1.00           -  2e-07
+torchopt                                   0.10  101.51      0.96           -  2e-07
+JAX jit+scan                               1.51   63.37      0.60           -  2e-07
+ours, Unroll                               0.11  100.40      0.95           -  2e-07
+ours, Checkpointed                         0.17  163.34      1.53           -  2e-07
+ours, Unroll, compiled                    10.36   69.20      0.65           -  1e-07
+ours, Checkpointed, compiled               0.68  102.63      0.95           -  1e-07
+ours, Unroll, cpp_wrapper                 11.73   66.23      0.62           -  1e-07
 
 softmax regression 7000x784, 10 classes, K=20  first call s  CPU ms  x higher  memory MiB  error
-torch.func by hand                                     0.76  609.98      1.03       18.49  3e-07
-higher                                                 0.65  574.31      1.00       20.90  3e-07
-torchopt                                               0.66  597.62      0.99       19.81  3e-07
-JAX jit+scan                                           2.74  394.17      0.70       12.83  3e-07
-ours, Unroll                                           0.60  595.88      1.01       18.62  3e-07
-ours, Checkpointed                                     0.93  922.16      1.58        8.66  3e-07
-ours, Unroll, compiled                                11.64  445.41      0.70        9.88  5e-07
-ours, Checkpointed, compiled                           8.18  698.82      1.16        6.12  5e-07
-
-the paper's counter-example, alpha=0, K=64  first call s  CPU ms  x higher  memory MiB  error
-torch.func by hand                                  0.06   35.81      0.98        0.39  2e-07
-higher                                              0.06   28.68      1.00        0.52  2e-07
-torchopt                                            0.06   36.53      1.35        0.50  2e-07
-JAX jit+scan                                        0.52    0.32      0.01        0.01  8e-09
-ours, Unroll                                        0.07   33.45      1.18        0.42  2e-07
-ours, Checkpointed                                  0.17   72.39      2.33        0.01  8e-09
-ours, Unroll, compiled                             14.90    7.02      0.24        0.00  8e-09
-ours, Checkpointed, compiled                       12.48   10.91      0.34        0.01  8e-09
-
-the paper's counter-example, BDA, K=64  first call s  CPU ms  x higher  memory MiB  error
-torch.func by hand                              0.08   63.87      0.93        1.26  3e-07
-higher                                          0.09   81.51      1.00        1.32  3e-07
-torchopt                                        0.09   66.96      0.88        1.34  3e-07
-JAX jit+scan                                    0.52    0.65      0.01        0.00  4e-08
-ours, Unroll                                    0.09   73.37      0.89        1.48  3e-07
-ours, Checkpointed                              0.23  160.67      2.09        0.05  1e-07
-ours, Unroll, compiled                         21.25    9.52      0.13        0.01  4e-08
-ours, Checkpointed, compiled                   20.91   16.05      0.20        0.00  4e-08
-
-BDA (both gradients) against alpha=0, MLP, K=50  alpha=0 ms  BDA ms  ratio
-ours, Unroll                                         234.93  494.21   2.09
-ours, Checkpointed                                   432.54  868.04   2.05
-ours, Unroll, compiled                               157.93  274.70   1.82
-ours, Checkpointed, compiled                         232.46  405.72   1.81
-
-reached  mlp: ours, Unroll, compiled / torchopt: 0.733 (<= 0.8)
-MISSED   mlp: ours, Unroll, compiled / JAX: 1.41 (<= 1)
-reached  mlp: eager Unroll / higher: 0.929 (<= 1.05)
-reached  softmax: ours, Unroll, compiled / higher: 0.704 (<= 0.8)
-MISSED   softmax: ours, Unroll, compiled / JAX: 1.09 (<= 1)
-reached  softmax: eager Unroll / higher: 1.01 (<= 1.05)
-reached  counterexample: ours, Unroll, compiled / higher: 0.243 (<= 0.8)
-MISSED   counterexample: ours, Unroll, compiled / JAX: 22.7 (<= 1)
-MISSED   counterexample: eager Unroll / higher: 1.18 (<= 1.05)
-reached  counterexample_bda: ours, Unroll, compiled / torchopt: 0.152 (<= 0.8)
-MISSED   counterexample_bda: ours, Unroll, compiled / JAX: 14.6 (<= 1)
-reached  counterexample_bda: eager Unroll / higher: 0.891 (<= 1.05)
-reached  BDA / alpha=0, ours, Unroll: 2.09 (<= 2.1)
-reached  BDA / alpha=0, ours, Checkpointed: 2.05 (<= 2.1)
-reached  BDA / alpha=0, ours, Unroll, compiled: 1.82 (<= 2.1)
-reached  BDA / alpha=0, ours, Checkpointed, compiled: 1.81 (<= 2.1)
-
-Conv net and transformer, two hours before, on a core of their own, when a compiled pull-back still repeated its step:
+torch.func by hand                                     0.42  451.34      1.00           -  3e-07
+higher                                                 0.42  456.59      1.00           -  3e-07
+torchopt                                               0.42  466.87      1.02           -  3e-07
+JAX jit+scan                                           1.33  263.70      0.57           -  3e-07
+ours, Unroll                                           0.41  453.28      1.01           -  3e-07
+ours, Checkpointed                                     0.64  713.23      1.59           -  3e-07
+ours, Unroll, compiled                                 4.13  278.44      0.62           -  5e-07
+ours, Checkpointed, compiled                           1.12  429.25      0.96           -  5e-07
 
 conv net, 3 blocks of 32 filters, 25 images 28x28, K=5  first call s  CPU ms  x higher  memory MiB  error
-torch.func by hand                                              0.49  405.19      0.94      128.44  2e-06
-higher                                                          0.44  429.52      1.00      124.98  2e-06
-torchopt                                                        0.44  411.86      0.98      123.86  2e-06
-JAX jit+scan                                                   16.16    1191      2.68      197.86  2e-06
-ours, Unroll                                                    0.45  429.23      1.00      132.19  1e-06
-ours, Checkpointed                                              0.56  575.04      1.34       77.02  1e-06
-ours, Unroll, compiled                                        124.79  535.29      1.24       39.07  7e-06
-ours, Checkpointed, compiled                                   61.96  573.90      1.36       33.71  7e-06
+torch.func by hand                                              0.29  225.13      0.99           -  2e-06
+higher                                                          0.27  221.39      1.00           -  2e-06
+torchopt                                                        0.24  223.85      1.00           -  2e-06
+JAX jit+scan                                                   10.28  348.89      1.55           -  2e-06
+ours, Unroll                                                    0.20  184.20      0.81           -  1e-06
+ours, Checkpointed                                              0.26  271.27      1.20           -  1e-06
+ours, Unroll, compiled                                         23.20  190.42      0.85           -  8e-06
+ours, Checkpointed, compiled                                    1.78  272.68      1.21           -  8e-06
+ours, Unroll, without closed forms                              0.28  221.38      1.00           -  2e-06
+
+the same conv net, 75 images, K=5   first call s  CPU ms  x higher  memory MiB  error
+torch.func by hand                          0.71  687.67      0.98           -  3e-06
+higher                                      0.68  690.68      1.00           -  3e-06
+torchopt                                    0.62  674.49      0.99           -  3e-06
+JAX jit+scan                                9.78    1183      1.69           -  2e-06
+ours, Unroll                                0.53  486.67      0.71           -  3e-06
+ours, Checkpointed                          0.71  729.82      1.06           -  3e-06
+ours, Unroll, compiled                     22.79  563.34      0.81           -  1e-01
+ours, Checkpointed, compiled                2.23  774.13      1.16           -  1e-01
+ours, Unroll, without closed forms          0.76  676.83      0.98           -  3e-06
 
 transformer, 2 layers of width 64, 16 sequences of 32 tokens, K=10  first call s  CPU ms  x higher  memory MiB  error
-torch.func by hand                                                          0.45  421.60      0.95      115.00  1e-07
-higher                                                                      0.45  437.63      1.00      115.31  1e-07
-torchopt                                                                    0.44  407.39      0.95      112.39  1e-07
-JAX jit+scan                                                               17.91  413.95      0.96      127.05  1e-07
-ours, Unroll                                                                0.54  430.28      0.95      115.75  1e-07
-ours, Checkpointed                                                          0.71  650.25      1.44       37.96  1e-07
-ours, Unroll, compiled                                                    141.14  310.76      0.69       25.79  8e-08
-ours, Checkpointed, compiled                                               58.42  354.10      0.82       27.34  8e-08
+torch.func by hand                                                          0.26  239.08      0.98           -  1e-07
+higher                                                                      0.26  243.72      1.00           -  1e-07
+torchopt                                                                    0.26  240.65      0.98           -  1e-07
+JAX jit+scan                                                                8.30  278.75      1.15           -  1e-07
+ours, Unroll                                                                0.26  239.67      0.97           -  1e-07
+ours, Checkpointed                                                          0.36  354.53      1.48           -  1e-07
+ours, Unroll, compiled                                                     29.03  158.44      0.64           -  7e-08
+ours, Checkpointed, compiled                                                2.79  231.53      0.93           -  7e-08
 
-MISSED   conv: ours, Unroll / torchopt: 1.06 (<= 0.8)
-reached  conv: ours, Unroll / JAX: 0.368 (<= 1)
-reached  conv: eager Unroll / higher: 1 (<= 1.05)
-reached  transformer: ours, Unroll, compiled / torchopt: 0.744 (<= 0.8)
-reached  transformer: ours, Unroll, compiled / JAX: 0.749 (<= 1)
-reached  transformer: eager Unroll / higher: 0.952 (<= 1.05)
+the paper's counter-example, alpha=0, K=64  first call s  CPU ms  x higher  memory MiB  error
+torch.func by hand                                  0.01   11.30      0.90           -  2e-07
+higher                                              0.01   12.54      1.00           -  2e-07
+torchopt                                            0.01   11.80      0.94           -  2e-07
+JAX jit+scan                                        0.17    0.12      0.01           -  8e-09
+ours, Unroll                                        0.01   10.10      0.80           -  2e-07
+ours, Checkpointed                                  0.03   29.72      2.39           -  8e-09
+ours, Unroll, compiled                              4.18    1.41      0.12           -  8e-09
+ours, Checkpointed, compiled                        0.39    3.73      0.28           -  8e-09
 
-Missed:
-- Conv net: uncompiled 1.06 times torchopt instead of 0.8, compiled 1.24 times higher. In a profile of the uncompiled
-  run convolutions and their derivatives take 38 %, elementwise products 26 %, sums 5 %, max-pooling 4 %. Why the
-  compiled run, which fuses the latter, is slower was not found; a divided pull-back did not change it (1.2 to 1.3
-  times, single runs). JAX takes 2.7 times higher's time.
-- JAX, softmax: 1.09. In a profile 80 products with the data take nearly all the time of a compiled run.
-- JAX, MLP: 1.41; products take 49 % of the uncompiled run in a profile. The compiled one was not profiled.
-- JAX, counter-example: 23 and 15 times. 64 steps on two numbers take JAX 0.3 ms, a loop inside one program; here ten
-  steps share a call, which takes about half a millisecond.
-- Uncompiled Unroll, counter-example: 1.18 times higher here, and 1.03 in the quieter run two hours before; with BDA
-  0.89 and 1.06. BDA with Checkpointed() was 2.13 times alpha=0 then, and is 2.05 here.
+the paper's counter-example, BDA, K=64  first call s  CPU ms  x higher  memory MiB  error
+torch.func by hand                              0.02   26.10      0.88           -  3e-07
+higher                                          0.02   29.88      1.00           -  3e-07
+torchopt                                        0.02   24.90      0.92           -  3e-07
+JAX jit+scan                                    0.15    0.24      0.01           -  4e-08
+ours, Unroll                                    0.02   22.76      0.83           -  3e-07
+ours, Checkpointed                              0.05   51.57      1.75           -  7e-08
+ours, Unroll, compiled                          7.69    1.94      0.07           -  4e-08
+ours, Checkpointed, compiled                    0.87    4.58      0.16           -  4e-08
+
+MLP 64-256-256-10, BDA, alpha=0.3, K=50  first call s  CPU ms  x higher  memory MiB  error
+BOAT                                             0.21  203.52      1.01           -  4e-05
+torch.func by hand                               0.20  200.80      1.03           -  4e-05
+higher                                           0.20  199.87      1.00           -  4e-05
+torchopt                                         0.21  192.10      0.97           -  4e-05
+JAX jit+scan                                     2.00  159.49      0.81           -  2e-07
+ours, Unroll                                     0.22  184.55      0.93           -  4e-05
+ours, Checkpointed                               0.35  303.16      1.49           -  4e-05
+ours, Unroll, compiled                           7.06  131.59      0.67           -  2e-07
+ours, Checkpointed, compiled                     0.69  203.56      1.04           -  2e-07
+
+MAML, MLP 8-24-24-3, 15 examples, K=5  first call s  CPU ms  x higher  memory MiB  error
+torch.func by hand                             0.00    3.93      0.72           -  2e-07
+higher                                         0.00    5.44      1.00           -  2e-07
+torchopt                                       0.00    3.95      0.71           -  2e-07
+learn2learn                                    0.00    4.17      0.77           -  2e-07
+ours, innerloop_ctx                            0.00    4.63      0.81           -  3e-07
+ours, Unroll                                   0.00    4.84      0.96           -  3e-07
+
+BDA (both gradients) against alpha=0, MLP, K=50  alpha=0 ms  BDA ms  ratio
+ours, Unroll                                         107.01  195.43   1.82
+ours, Checkpointed                                   185.38  344.79   1.86
+ours, Unroll, compiled                                71.15  133.93   1.89
+ours, Checkpointed, compiled                         103.98  209.08   1.96
+
+MISSED   mlp: ours, Unroll, compiled / the faster of higher and torchopt: 0.682 (<= 0.65)
+reached  mlp: ours, Unroll, compiled / JAX jit+scan: 1.08 (<= 1.1)
+MISSED   mlp: ours, Unroll, cpp_wrapper / the faster of higher and torchopt: 0.657 (<= 0.6)
+MISSED   mlp: ours, Unroll, cpp_wrapper / JAX jit+scan: 1.04 (<= 1)
+MISSED   mlp: ours, Unroll / higher: 0.945 (<= 0.92)
+reached  softmax: ours, Unroll, compiled / the faster of higher and torchopt: 0.619 (<= 0.7)
+MISSED   softmax: ours, Unroll, compiled / JAX jit+scan: 1.08 (<= 1)
+MISSED   softmax: ours, Unroll / higher: 1.01 (<= 1)
+MISSED   conv: ours, Unroll / the faster of higher and torchopt: 0.814 (<= 0.72)
+MISSED   conv: ours, Unroll, compiled / the faster of higher and torchopt: 0.849 (<= 0.62)
+reached  conv: ours, Unroll, without closed forms / higher: 1 (<= 1)
+MISSED   conv_75: ours, Unroll / the faster of higher and torchopt: 0.735 (<= 0.72)
+MISSED   conv_75: ours, Unroll, compiled / the faster of higher and torchopt: 0.814 (<= 0.62)
+reached  conv_75: ours, Unroll, without closed forms / higher: 0.98 (<= 1)
+reached  transformer: ours, Unroll, compiled / the faster of higher and torchopt: 0.655 (<= 0.8)
+reached  transformer: ours, Unroll, compiled / JAX jit+scan: 0.547 (<= 1)
+reached  transformer: ours, Unroll / higher: 0.967 (<= 1)
+MISSED   counterexample: ours, Unroll, compiled / JAX jit+scan: 12 (<= 6)
+reached  counterexample: ours, Unroll / higher: 0.8 (<= 0.92)
+reached  counterexample_bda: ours, Unroll, compiled / the faster of higher and torchopt: 0.0786 (<= 0.8)
+reached  counterexample_bda: ours, Unroll / higher: 0.828 (<= 0.92)
+MISSED   mlp_bda: ours, Unroll / higher: 0.928 (<= 0.92)
+MISSED   mlp_bda: ours, Unroll, compiled / BOAT: 0.643 (<= 0.6)
+MISSED   maml: ours, innerloop_ctx / learn2learn: 1.1 (<= 1)
+reached  BDA / alpha=0, ours, Unroll: 1.82 (<= 2.1)
+reached  BDA / alpha=0, ours, Checkpointed: 1.86 (<= 2.1)
+reached  BDA / alpha=0, ours, Unroll, compiled: 1.89 (<= 2.1)
+reached  BDA / alpha=0, ours, Checkpointed, compiled: 1.96 (<= 2.1)
+
+Notes:
+- Conv net, 75 images: the compiled hypergradient is off by 0.1 in float32, and by 5e-14 in float64 with the same
+  program. In float32 a unit of a ReLU or a max-pooling changes sides: after 2 steps instead of 5 the error is 2e-6.
+- Conv net: 0.81 and 0.74 of the best peer uncompiled, where 0.71 was measured on a CPU with AVX-512. Compiled it is
+  slower than uncompiled here; a profile is missing.
+- Counter-example: 12 times JAX, which runs the loop inside one program; 23 times before.
+- MAML on 24 units: 1.1 times learn2learn; most of the difference is the opening of a loop, not its steps.
 """
 
 from __future__ import annotations

@@ -2,45 +2,48 @@
 
     python -m benchmarks.tasks
 
-Latest output (one of the two cores; experiments ran on the other):
+Latest output (--rounds 9 --no-memory, on a core of its own; another benchmark ran on the other):
 
-2026-11-16; x86_64, 2 cores, CPU, one thread, float32; torch 2.13.0+cpu, higher 0.2.1, torchopt 0.7.3, jax 0.10.2
+2026-11-18; x86_64, 2 cores, CPU, one thread, float32; torch 2.13.0+cpu, higher 0.2.1, torchopt 0.7.3,
+jax 0.10.2, boat-torch 1.1.1, learn2learn 0.2.0
 
 32 tasks, linear head on 64 features, 5-way 1-shot, K=20  first call s  CPU ms  times faster  memory MiB  error
-loop over higher                                                  0.45  500.42          1.00        0.10  3e-07
-torch.func vmap by hand                                           0.05   57.49          8.43        1.77  3e-07
-JAX jit+vmap+scan                                                 1.64    4.09        119.12        0.31  3e-07
-ours, loop over tasks                                             0.52  550.07          0.86        0.11  3e-07
-ours, tasks=B                                                     0.04   41.68         11.38        0.57  3e-07
-ours, tasks=B, compiled                                          26.42    9.10         54.67        0.56  3e-07
+loop over higher                                                  0.20  217.32          1.00           -  3e-07
+torch.func vmap by hand                                           0.02   23.94          8.93           -  3e-07
+JAX jit+vmap+scan                                                 0.91    1.75        115.79           -  3e-07
+ours, loop over tasks                                             0.21  198.40          1.11           -  3e-07
+ours, tasks=B                                                     0.02   16.07         12.95           -  3e-07
+ours, tasks=B, compiled                                          13.74    4.08         56.24           -  3e-07
 
 16 tasks, whole MLP 64-256-256-10, 10-way 1-shot, K=5  first call s  CPU ms  times faster  memory MiB  error
-loop over higher                                               0.23  315.20          1.00        7.67  2e-07
-torch.func vmap by hand                                        0.12  150.72          2.08      131.70  2e-07
-JAX jit+vmap+scan                                              2.84  164.81          1.87       41.17  2e-07
-ours, loop over tasks                                          0.23  328.58          0.97        6.65  7e-04
-ours, tasks=B                                                  0.12  182.27          1.71       68.50  2e-07
-ours, tasks=B, compiled                                       29.73  194.92          1.58       68.59  2e-07
+loop over higher                                               0.13  141.78          1.00           -  2e-07
+torch.func vmap by hand                                        0.10   93.49          1.52           -  2e-07
+JAX jit+vmap+scan                                              1.65   85.25          1.77           -  2e-07
+ours, loop over tasks                                          0.12  130.81          1.04           -  2e-07
+ours, tasks=B                                                  0.10  111.15          1.25           -  2e-07
+ours, tasks=B, compiled                                        7.11  102.75          1.37           -  2e-07
 
 16 tasks, whole MLP 64-256-256-10, 10-way 5-shot, K=5  first call s  CPU ms  times faster  memory MiB  error
-loop over higher                                               0.35  381.94          1.00        9.81  1e-07
-torch.func vmap by hand                                        0.27  234.33          1.60      144.21  1e-07
-JAX jit+vmap+scan                                              3.24  264.27          1.43       56.95  1e-07
-ours, loop over tasks                                          0.44  373.03          0.99        8.62  1e-07
-ours, tasks=B                                                  0.29  239.20          1.50       78.88  1e-07
-ours, tasks=B, compiled                                       34.96  232.05          1.63       94.43  1e-07
+loop over higher                                               0.43  201.67          1.00           -  1e-07
+torch.func vmap by hand                                        0.31  165.40          1.25           -  1e-07
+JAX jit+vmap+scan                                              3.46  156.54          1.29           -  1e-07
+ours, loop over tasks                                          0.47  212.52          0.99           -  1e-07
+ours, tasks=B                                                  0.38  183.00          1.17           -  1e-07
+ours, tasks=B, compiled                                       18.47  155.16          1.32           -  1e-07
 
-reached  heads: loop over higher / ours, tasks=B, compiled: 54.7 (>= 25)
-MISSED   mlps: loop over higher / ours, tasks=B: 1.71 (>= 4)
-MISSED   mlps_5_shot: loop over higher / ours, tasks=B, compiled: 1.63 (>= 4)
+4 tasks, whole Conv-4 of 32 filters, 28x28, 5-way 5-shot, K=5  first call s  CPU ms  times faster  memory MiB  error
+loop over higher                                                       1.53    1117          1.00           -  3e-06
+torch.func vmap by hand                                                1.76    1347          0.83           -  3e-06
+ours, loop over tasks                                                  1.25  890.84          1.24           -  3e-06
+ours, tasks=B                                                          1.32  901.92          1.22           -  3e-06
 
-Reached are 25 times for the heads, and the 40 aimed at; a step and its pull-back share their work since this run's
-predecessor (23 times). Missed are 4 times for the whole MLP (1.6 to 1.7): products, sums and multiples of tensors took
-153 of 235 ms in the loop over higher and 163 of 192 ms at once in an earlier profile (1-shot, under the profiler); the
-largest item, outer products of 256 x 10 and 10 x 256, 36 and 37 ms. The kernels cost the same either way, and only the
-overhead of the calls can be saved: not a factor of 4. JAX gains 1.4 to 1.9 times too. Our uncompiled loop over tiny
-heads takes 1.16 times higher's, 1.5 ms more per rollout of 20 steps. (The 7e-04 of the loop over
-tasks is a ReLU that flips in float32; in float64 it agrees to 3e-16.)
+MISSED   heads: loop over higher / ours, tasks=B, compiled: 56.2 (>= 60)
+reached  mlps: loop over higher / ours, tasks=B, compiled: 1.37 (>= 1)
+reached  mlps_5_shot: loop over higher / ours, tasks=B, compiled: 1.32 (>= 1)
+reached  convs: loop over higher / ours, loop over tasks: 1.24 (>= 1)
+
+Whole MLPs gain less than heads: their kernels cost the same either way, and only the overhead of the calls is saved.
+Tasks of a whole Conv-4 run one after another inside `tasks=4`, since vmap keeps layers from their closed derivatives.
 """
 
 from __future__ import annotations
