@@ -64,7 +64,7 @@ class Method(NamedTuple):
     """What tells the methods apart, and the rates, which hyper_cleaning_choice.py chose."""
 
     lower_lr: float = 2.0  # s_l
-    x_lr: float = 1.0  # of Adam on x
+    x_lr: float = 2.0  # of Adam on x
     c: float = 0.0  # of alpha_k = c / k, clipped below 1
     upper_lr: float = 1.0  # s_u, the rate of the upper direction inside the lower steps
     last: int | None = None  # steps that are differentiated; None: all
