@@ -24,6 +24,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "group norm": (lambda: nn.GroupNorm(2, 4), (2, 4, 3)),
     "convolution": (lambda: nn.Conv2d(2, 4, 2, padding=1, groups=2), (2, 2, 3, 3)),
     "transposed convolution": (lambda: nn.ConvTranspose1d(2, 3, 2, stride=2), (2, 2, 4)),
+    "max-pooling": (lambda: nn.Sequential(nn.Tanh(), nn.MaxPool2d(2)), (2, 2, 4, 4)),
 }
 layers = pytest.mark.parametrize("name", LAYERS)
 

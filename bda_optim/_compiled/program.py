@@ -20,6 +20,7 @@ from .functional import functional
 from .inductor import compile_graph, reshape_views
 from .matmul import narrow, spell_out
 from .partition import draws_numbers, partition
+from .pooling import pool_with_channels_last
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -174,6 +175,7 @@ def build_pair(
 def _compiled(graph: GraphModule, inputs: Sequence[Tensor], choices: Choices) -> Callable[..., Any]:
     spell_out(graph)
     narrow(graph)
+    pool_with_channels_last(graph)
     reshape_views(graph)
     graph.recompile()
     return compile_graph(graph, inputs, choices)

@@ -23,10 +23,10 @@ _choices: ContextVar[tuple[bool, ...]] = ContextVar("closed_derivatives", defaul
 class closed_derivatives:
     """Choose whether inner loops that start in this context use closed second derivatives of layers.
 
-    Batch norm, layer norm, group norm and convolutions have one. By default it is used where it saves time: on the CPU,
-    for activations that are not small. Results agree with torch's own up to rounding. The choice is made where a module
-    enters a loop (`unroll`, `innerloop_ctx`, a patched module of `compat.higher`) and stays with that loop. It holds
-    for the current thread.
+    Batch norm, layer norm, group norm, convolutions and `MaxPool2d` have one. By default it is used where it saves
+    time: on the CPU, for activations that are not small. Results agree with torch's own up to rounding. The choice is
+    made where a module enters a loop (`unroll`, `innerloop_ctx`, a patched module of `compat.higher`) and stays with
+    that loop. It holds for the current thread.
 
     A third derivative (of a hypergradient, taken with ``create_graph=True``) through batch norm or layer norm is wrong
     in torch, whose second derivative takes mean and variance as constants. Closed forms have the right one. They are
@@ -92,14 +92,15 @@ def is_usable(*tensors: Tensor | None) -> bool:
     Maps over tasks, forward-mode derivatives, autocast, compilers and tensors of other classes see torch's own
     operations, which have rules for them.
     """
-    suitable = (
-        torch.is_grad_enabled()
-        and _are_plain([t for t in tensors if t is not None])
-        and not torch.compiler.is_compiling()
-    )
+    suitable = torch.is_grad_enabled() and _are_plain(tensors)
     if suitable and torch_private.are_transformed(*tensors) and not torch_private.is_traced():
         _forgone.get([]).append(True)  # whether the outer tensors require grad is not seen inside of a map
     return suitable and any(t is not None and t.requires_grad for t in tensors) and is_plain(*tensors)
+
+
+def is_ordinary(*tensors: Tensor | None) -> bool:
+    """Whether a layer may be computed in another way that gives the same numbers, with a graph or without one."""
+    return _are_plain(tensors) and is_plain(*tensors)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -136,9 +137,15 @@ _DTYPES = (torch.float32, torch.float64)
 _CLASSES = (Tensor, nn.Parameter)
 
 
-def _are_plain(tensors: Sequence[Tensor]) -> bool:
-    dtype = tensors[0].dtype
-    return dtype in _DTYPES and all(
-        type(t) in _CLASSES and t.dtype is dtype and t.is_cpu and t.layout is torch.strided and t.numel()
-        for t in tensors
+def _are_plain(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether tensors (those that there are) are dense, of torch's classes and of one real dtype, on the CPU."""
+    present = [t for t in tensors if t is not None]
+    dtype = present[0].dtype
+    return (
+        dtype in _DTYPES
+        and all(
+            type(t) in _CLASSES and t.dtype is dtype and t.is_cpu and t.layout is torch.strided and t.numel()
+            for t in present
+        )
+        and not torch.compiler.is_compiling()
     )

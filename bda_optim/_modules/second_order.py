@@ -12,7 +12,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from .._support import torch_private
 from .._support.autograd_graph import BeforeMovingConstants, WithoutSecondDerivative
-from . import batch_norm, convolution, padding, row_norms
+from . import batch_norm, convolution, max_pool, padding, row_norms
 from .closed import chosen
 
 _CLOSED: dict[type[nn.Module], Any] = {
@@ -27,6 +27,7 @@ _CLOSED: dict[type[nn.Module], Any] = {
     nn.ConvTranspose3d: convolution.ConvTranspose3d,
     nn.LayerNorm: row_norms.LayerNorm,
     nn.GroupNorm: row_norms.GroupNorm,
+    nn.MaxPool2d: max_pool.MaxPool2d,
 }
 """The layers with a closed second derivative: torch's class, and that of the twin."""
 
