@@ -58,6 +58,7 @@ def test_a_wrong_compiled_number_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     off = lambda problem, how: (lambda value, grads, ends: (value, [1.01 * g for g in grads], ends))(  # noqa: E731
         *gradients(problem, how)
     )
+    monkeypatch.setattr(compiled, "LARGEST", 10_000)  # a trace takes no time
     with package.traced():
         assert compiled.check(config) == "compiled"
         monkeypatch.setattr(package, "gradients", off)

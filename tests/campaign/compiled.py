@@ -8,8 +8,9 @@ programs, numbers and plans again. F, y_K and the hypergradient of both must equ
 A configuration counts as compiled if its programs ran: where the package fell back to uncompiled steps, with a warning
 that says why, it is listed by number and reason.
 
-What one costs is nearly all Inductor and the C++ compiler: 25 ms per operation. So one step makes a call, or two in every
-fourth configuration, and a step that has with its pull-back more than `LARGEST` operations is left out: three of four.
+What one costs is nearly all Inductor and the C++ compiler: 25 ms per operation. So one step makes a call, or two in
+every fourth configuration, and a step that has with its pull-back more than `LARGEST` operations is left out: three of
+four.
 """
 
 from __future__ import annotations
