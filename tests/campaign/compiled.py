@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import random
 import subprocess
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -55,10 +57,25 @@ class TooLarge(BaseException):
     """Takes longer to compile than it is worth; passes by those who catch what cannot be compiled."""
 
 
-def _limited(graph: Any, inputs: Any) -> Any:
-    if sum(node.op == "call_function" for node in graph.graph.nodes) > LARGEST:
+def _within(graph: Any, largest: float) -> Any:
+    if sum(node.op == "call_function" for node in graph.graph.nodes) > largest:
         raise TooLarge
-    return functional(graph, inputs)
+    return graph
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """Stop at what is too large: when a step alone is traced, which comes first, or its call with the pull-back."""
+
+    def step(function: Any, inputs: Any) -> Any:
+        graph, result = program.trace(function, inputs)
+        return _within(graph, 0.4 * LARGEST), result
+
+    def call(graph: Any, inputs: Any) -> Any:
+        return functional(_within(graph, LARGEST), inputs)
+
+    with mock.patch.object(programs, "trace", step), mock.patch.object(program, "functional", call):
+        yield
 
 
 def check(config: Config) -> str:
@@ -68,7 +85,7 @@ def check(config: Config) -> str:
     with (
         warnings.catch_warnings(record=True) as caught,
         mock.patch.object(programs, "_MOST_STEPS", steps),
-        mock.patch.object(program, "functional", _limited),
+        _limited(),
     ):
         warnings.simplefilter("always")
         try:
