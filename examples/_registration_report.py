@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,8 +55,32 @@ def table(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def summary(scenes: Sequence[Mapping[str, Any]]) -> str:
+    """Return what came of several images with the same prior, in Markdown: ranges over all images and starts."""
+    lines = [
+        f"| {len(scenes)} images | x to the optimum, px | largest distance of two x of an image, px | "
+        "relative error of the image |",
+        "|---|---:|---:|---:|",
+    ]
+    methods = dict.fromkeys(run["method"] for run in scenes[-1]["runs"])
+    for method in methods:
+        runs = [[run for run in found["runs"] if run["method"] == method] for found in scenes]
+        pairs = [(found, run) for found, own in zip(scenes, runs, strict=True) for run in own]
+        cells = (
+            extent([to_optimum(found, run) for found, run in pairs], 3),
+            extent([spread(own) for own in runs], 3),
+            extent([run["image_error"] for _, run in pairs], 2),
+        )
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    lines.append(f"| optimum | 0 | - | {extent([found['optimum']['image_error'] for found in scenes], 2)} |")
+    return "\n".join(lines)
+
+
 def tables(results: Mapping[str, Any]) -> str:
-    return "\n\n".join(table(found) for found in results["scenes"])
+    """Return all scenes; where several images were run alike, their common ranges come first."""
+    alike = [found for found in results["scenes"] if re.fullmatch(r"image \d+", found["scene"])]
+    first = [summary(alike)] if len(alike) > 1 else []
+    return "\n\n".join([*first, *(table(found) for found in results["scenes"])])
 
 
 # --- the figure -------------------------------------------------------------------------------------------------------
@@ -96,7 +121,7 @@ def draw_line(ax: Any, line: Mapping[str, Any], c: float) -> None:
         Line2D([], [], color=BDA, label=rf"BDA, $\alpha_k = {c:g}/k$"),
         Line2D([], [], color=EXACT, linewidth=2.2, linestyle=(0, (1, 1)), label=r"exact, $\varphi(x)$"),
     ]
-    ax.legend(handles=handles, frameon=False, fontsize=9)
+    ax.legend(handles=handles, framealpha=0.9, edgecolor="none", fontsize=9)
 
 
 def draw_plane(ax: Any, found: Mapping[str, Any], plane: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,22 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_figure_is_small() -> None:
     for path in (ROOT / "examples" / "figures").glob("*.png"):
         assert path.stat().st_size < 150_000
+
+
+def test_the_page_says_what_was_recorded_of_eight_images() -> None:
+    path = ROOT / "examples" / "results" / "registration_fashion_mnist.json"
+    scenes = {found["scene"]: found for found in json.loads(path.read_text("utf-8"))["scenes"]}
+    alike = [scenes[f"image {number}"] for number in range(8)]
+
+    def runs(found: Any, method: str) -> list[Any]:
+        return [run for run in found["runs"] if run["method"] == method]
+
+    def farthest(method: str) -> float:
+        return max(report.to_optimum(found, run) for found in alike for run in runs(found, method))
+
+    for found in (*alike, scenes["image 0, noise of 5 %"], scenes["image 0, total variation"]):
+        assert report.spread(runs(found, "BDA")) < 0.03 < 0.2 < report.spread(runs(found, "alpha = 0"))
+    assert farthest("BDA") < 0.03 and farthest("f + 0.01 F") < 0.03 and 0.55 < farthest("f + 0.1 F") < 0.65
+    assert max(report.spread(runs(found, "f + 0.001 F")) for found in alike) > 1
+    learned = [report.to_optimum(alike[0], run) for run in runs(alike[0], "y_0 learned")]
+    assert sorted(distance > 0.05 for distance in learned) == [False, False, True] and max(learned) < 0.065
