@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ._compiled.losses import traced_losses
 from ._context.forward import refuse_checkpoint, surroundings
 from ._modules.skeleton import Skeleton
 from ._rollout.items import check_task_dimension
@@ -70,6 +71,7 @@ class FunctionalModule(nn.Module):
         *,
         parts: Sequence[Part] = (),
         twice: bool = True,
+        traced: Sequence[Loss | None] = (),
     ) -> None:
         """Lay `state` into `skeleton`.
 
@@ -81,6 +83,7 @@ class FunctionalModule(nn.Module):
             mapper: What maps functions over tasks.
             parts: Which parts of the state belong to which optimizer.
             twice: Whether a call is differentiated twice; otherwise fused attention and checkpoints are allowed.
+            traced: The losses that a compiled rollout traced.
         """
         super().__init__()
         content = self.__dict__
@@ -93,6 +96,7 @@ class FunctionalModule(nn.Module):
             _update=update,
             _mapper=mapper,
             _twice=twice,
+            _traced=tuple(traced),
             _parts=tuple(parts) or (Part.after((), len(names), len(state.rule)),),
             training=skeleton.root.training,
         )
@@ -145,14 +149,27 @@ class FunctionalModule(nn.Module):
 
     @opaque
     def losses(self, loss: Loss, hyper: Any = None, batch: Any = None) -> Tensor:
-        """Return the B losses ``loss(net, hyper, batch)`` of B tasks, every tensor of `batch` with B in front."""
+        """Return the B losses ``loss(net, hyper, batch)`` of B tasks, every tensor of `batch` with B in front.
+
+        After a compiled rollout its losses are traced here too: what they read beside their arguments, their closures
+        and the module is read once.
+        """
         if self._tasks is None:
             return loss(self, hyper, batch).reshape(1)
         check_task_dimension(batch, self._tasks, "`batch`")
+        if any(loss is known for known in self._traced) and not self._state.buffers:
+            trees = (self._state.params, hyper, batch)
+            value = traced_losses(loss, lambda trees: self._losses(loss, *trees), self._skeleton, self._tasks, trees)
+            if value is not None:
+                return value
+        return self._losses(loss, self._state.params, hyper, batch)
+
+    def _losses(self, loss: Loss, params: Sequence[Tensor], hyper: Any, batch: Any) -> Tensor:
+        """Call a loss on all tasks."""
         buffers = self._state.buffers
         try:
             with surroundings(twice=self._twice), self._skeleton.surroundings():
-                value, buffers = self._objective(hyper)(loss, self._state.params, buffers, (), batch)
+                value, buffers = self._objective(hyper)(loss, params, buffers, (), batch)
         finally:
             self._lay(self._state._replace(buffers=buffers))
         return value

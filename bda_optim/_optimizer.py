@@ -159,8 +159,9 @@ class BDAInnerOptimizer(Optimizer):
         warn_without_graph(end.state.params, start)
         # Not the skeleton of the loop: an adjoint that replays steps lays other iterates into that one, and holds it.
         fmodel = FunctionalModule(
-            Skeleton(model), start.names, end.state, self._update(tasks), end.mapper, twice=loop.twice
-        )
+            Skeleton(model), start.names, end.state, self._update(tasks), end.mapper, twice=loop.twice,
+            traced=(lower, upper) if loop.compile else (),
+        )  # fmt: skip
         fmodel.__dict__["trace"] = end.trace  # a parameter of the module may have this name
         return fmodel
 

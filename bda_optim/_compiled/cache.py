@@ -120,30 +120,41 @@ _recent: weakref.WeakKeyDictionary[Any, _Recent] = weakref.WeakKeyDictionary()
 
 
 def engine_of(step: BDAStep, mode: str, devices: Sequence[torch.device] = ()) -> tuple[Engine, list[Tensor]]:
-    """Return the engine of a problem on some devices beside the CPU, and the tensors that its functions hold."""
+    """Return the engine of a step on some devices beside the CPU, and the tensors that its functions hold."""
     update = step.update
     groups = [(group.members, _without_numbers(group.settings.unfilled())) for group in update.groups]
     parts = (step.lower, step.upper, step.objective, step.hyper, update.rule, groups, update.tasks)
+    return engine_for(step.lower, (*parts, step.constant_gradients, mode), devices)
+
+
+def engine_for(loss: Any, parts: tuple[Any, ...], devices: Sequence[torch.device] = ()) -> tuple[Engine, list[Tensor]]:
+    """Return the engine of a problem, and the tensors that its functions hold.
+
+    Args:
+        loss: A loss of it; the engine is kept as long as its code.
+        parts: All that it depends on beside the arguments of its programs.
+        devices: Where it runs beside the CPU.
+    """
     kinds = ("cpu", "cuda", *(device.type for device in devices))
     casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
     choices = current()
     flags = (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
-    also = (step.constant_gradients, mode, casts, flags, choices.cpp_wrapper)
-    owner = getattr(step.lower, "__func__", step.lower)
+    problem = (*parts, casts, flags, choices.cpp_wrapper)
+    owner = getattr(loss, "__func__", loss)
     owner = getattr(owner, "__code__", owner)  # a lambda made anew in every upper iteration has the same code
     family = _engines.setdefault(owner, {})
     if not family:
         _recent[owner] = _Recent()
-    found = _recent[owner].find((*parts, *also))
+    found = _recent[owner].find(problem)
     if found is not None:
         return found
-    key, captured = freeze((*parts, *also))
+    key, captured = freeze(problem)
     if key not in family:
         while len(family) >= _MOST_ENGINES:
             del family[next(iter(family))]
             _recent[owner] = _Recent()
         family[key] = Engine(choices)
-    _recent[owner].add((*parts, *also), family[key], captured)
+    _recent[owner].add(problem, family[key], captured)
     return family[key], captured
 
 
