@@ -20,7 +20,8 @@ from unittest import mock
 
 from tqdm import tqdm
 
-from bda_optim._compiled import cache, matmul, program, programs
+from bda_optim import _functional_module
+from bda_optim._compiled import cache, inductor, matmul, pooling, program, programs
 
 from . import _common, first_call, tasks
 from ._common import ratio
@@ -45,15 +46,21 @@ WITHOUT = {
     "mixed mode": Without(compile="reverse"),
     "several steps per call": Without(programs, "_MOST_STEPS", 1),
     "a step and its pull-back divided": Without(program, "partition", lambda *arguments: None),
+    "max-pooling with channels last": Without(pooling, "pays_as_channels_last", lambda x: False),
+    "layouts left as they are": Without(inductor, "_OPTIONS", {**inductor._OPTIONS, "layout_optimization": True}),
+    "no assertions of sizes": Without(inductor, "_OPTIONS", {**inductor._OPTIONS, "size_asserts": True}),
+    "losses of tasks": Without(_functional_module, "traced_losses", lambda *arguments: None),
 }
 
 WORKLOADS: dict[str, tuple[str, ...]] = {
-    "heads": ("small batched products spelled out", "several steps per call"),
+    "heads": ("small batched products spelled out", "several steps per call", "losses of tasks"),
     "softmax": ("narrow products by oneDNN", "a step and its pull-back divided"),
-    "counterexample": ("several steps per call", "a step and its pull-back divided"),
+    "counterexample": ("several steps per call", "a step and its pull-back divided", "no assertions of sizes"),
     "mlp": ("mixed mode", "several steps per call", "a step and its pull-back divided"),
-    "conv": ("mixed mode", "a step and its pull-back divided"),
-}
+    "conv": (
+        "mixed mode", "a step and its pull-back divided", "max-pooling with channels last", "layouts left as they are",
+    ),
+}  # fmt: skip
 
 
 def contestant(name: str, without: Without, *, smoke: bool) -> _common.Run:

@@ -15,7 +15,7 @@ pytest.importorskip("tqdm")
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["against_peers", "memory_vs_k", "tasks", "adjoints", "implicit_peers", "large_models", "scale", "first_call"]
-SCRIPTS += ["passes"]
+SCRIPTS += ["passes", "two_trees"]
 
 
 def smoke(script: str, out: Path, *options: str) -> dict[str, object]:
@@ -122,7 +122,15 @@ def test_first_call(tmp_path: Path) -> None:
 def test_passes(tmp_path: Path) -> None:
     found = smoke("passes", tmp_path)
     assert all(workload["agree"] for workload in found["workloads"])
-    assert len(found["verdicts"]) == 5, "one per pass"
+    assert len(found["verdicts"]) == 9, "one per pass"
+
+
+@pytest.mark.slow
+def test_two_trees(tmp_path: Path) -> None:
+    chosen = ["unroll, counter-example", "innerloop_ctx, MLP of 24 units", "compat.higher, MLP"]
+    found = smoke("two_trees", tmp_path, "--old", str(ROOT), "--only", *chosen)
+    assert [work["name"] for work in found["workloads"]] == chosen
+    assert all(0.1 < work["low"] <= work["ratio"] <= work["high"] < 10 for work in found["workloads"])
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
