@@ -165,6 +165,31 @@ def test_the_methods_differ(example: ModuleType, settings: Any) -> None:
         assert (found[one] - found[other]).norm() > 1e-3 * found[one].norm()
 
 
+def test_a_third_set_serves_the_lower_steps_alone(example: ModuleType, settings: Any, tmp_path: Path) -> None:
+    """With the query set once more it is BDA; with other images the steps differ; without alpha it is RHG."""
+    method = example.METHODS["bda-third"]
+    tasks = tasks_of(example, settings)
+    images, labels = (t.unflatten(1, (settings.ways, -1)) for t in (tasks.query, tasks.query_labels))
+    twice = tasks._replace(
+        query=images.repeat(1, 1, 2, 1, 1, 1).flatten(1, 2), query_labels=labels.repeat(1, 1, 2).flatten(1)
+    )
+    want = learner_of(example, settings, example.METHODS["bda"]).losses(tasks)
+    torch.testing.assert_close(learner_of(example, settings, method).losses(twice), want, rtol=1e-10, atol=0)
+    other = twice.query.unflatten(1, (settings.ways, 2, -1)).clone()
+    other[:, :, 1] = other[:, :, 1].flip(0)
+    moved = learner_of(example, settings, method).losses(twice._replace(query=other.flatten(1, 3)))
+    plain = learner_of(example, settings, dataclasses.replace(method, alpha=0.0)).losses(twice)
+    assert not torch.allclose(moved, want, rtol=1e-6)
+    rhg = learner_of(example, settings, example.METHODS["rhg"]).losses(tasks)
+    torch.testing.assert_close(plain, rhg, rtol=1e-10, atol=0)
+
+    args = type("Args", (), {"device": torch.device("cpu"), "out": tmp_path, "resume": False})
+    data = example.load("made", Path())
+    first, second = (example.Run(name, 1, data, example.SMOKE, args) for name in ("bda", "bda-third"))
+    mine, _ = second.tasks(example.TRAIN, 5, 2).halves(example.SMOKE.ways)
+    assert all(torch.equal(a, b) for a, b in zip(first.tasks(example.TRAIN, 5, 2), mine, strict=True))
+
+
 def test_reptile_moves_to_what_sgd_finds(example: ModuleType, settings: Any) -> None:
     method = example.METHODS["reptile"]
     learner, tasks = learner_of(example, settings, method), tasks_of(example, settings)

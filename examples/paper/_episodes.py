@@ -22,6 +22,12 @@ class Tasks(NamedTuple):
     def count(self) -> int:
         return self.support.shape[0]
 
+    def halves(self, ways: int) -> tuple[Tasks, Tasks]:
+        """Return the same tasks with the first and with the second half of the query images of each class."""
+        images, labels = (t.unflatten(1, (ways, -1)).chunk(2, 2) for t in (self.query, self.query_labels))
+        first, second = ((i.flatten(1, 2), n.flatten(1, 2)) for i, n in zip(images, labels, strict=True))
+        return Tasks(self.support, self.support_labels, *first), Tasks(self.support, self.support_labels, *second)
+
     def part(self, start: int, stop: int) -> Tasks:
         return Tasks(*(tensor[start:stop] for tensor in self))
 

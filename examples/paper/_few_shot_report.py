@@ -38,8 +38,10 @@ def table(found: dict[str, Any]) -> str:
     paper = PAPER.get((settings["dataset"], settings["ways"], settings["shots"]), (None,) * len(COLORS))
     heads = ("method", "accuracy, %", "paper, %", f"upper iterations until {found['target']:.0%}", "CPU s")
     lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
-    for name, published in zip(COLORS, paper, strict=True):
+    published_for = dict(zip(COLORS, paper, strict=False))  # the paper has no third set
+    for name in COLORS:
         if name in found["methods"]:
+            published = published_for.get(name)
             mine = found["methods"][name]
             interval = math.sqrt(sum(i * i for i in mine["interval"])) / len(mine["interval"])
             until = mean(mine["until"])
@@ -61,6 +63,7 @@ COLORS = {  # told apart with any colour vision
     "rhg": "#0072B2",
     "t-rhg": "#E69F00",
     "bda": "#D55E00",
+    "bda-third": "#000000",
 }
 STYLE = {
     "font.size": 11,

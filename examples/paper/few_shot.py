@@ -20,7 +20,8 @@ through which the hypergradient reaches the backbone.
 In training BDA's lower steps see the query labels, as its aggregation says. In validation and test they must not: those
 labels are what is to be predicted. There every method, BDA too, adapts to the support set alone (alpha = 0). The paper
 does not say what it does at this point; anything else would read the answers. This is also why alpha has to be small:
-a backbone that is trained for heads which know the query labels may unlearn to do without them (docs/experiments.md).
+a backbone that is trained for heads which know the query labels may unlearn to do without them. `bda-third` tests that:
+the upper direction of its lower steps has a third set of images, as large as the query set (docs/experiments.md).
 
 The protocol is MAML's, as in the paper. Omniglot's characters are divided at random, and turned by 90, 180 and 270
 degrees they count as further classes. Batch normalisation uses the statistics of the set at hand, support or query, of
@@ -99,6 +100,7 @@ class Method:
     last: int | None = None  # Truncated(last=...)
     learned_rates: bool = False
     reptile: bool = False
+    third: bool = False  # whether the upper direction of the lower steps has images of its own
 
 
 METHODS = {
@@ -109,6 +111,7 @@ METHODS = {
     "t-rhg": Method("T-RHG", whole=False, lr=0.1, steps=5, test_steps=20, last=2),
     "bda": Method("BDA", whole=False, lr=0.1, steps=5, test_steps=20, alpha=0.05, decay=True),
 }
+METHODS["bda-third"] = dataclasses.replace(METHODS["bda"], title="BDA, third set", third=True)
 
 REPTILE_IMAGES = 1  # of each class, per lower step
 
@@ -176,13 +179,17 @@ class Learner:
     def losses(self, tasks: Tasks) -> Tensor:
         """Return the B upper losses F(x, y_K), differentiable in x."""
         method = self.method
+        others = tasks
+        if method.third:
+            tasks, others = tasks.halves(self.settings.ways)
         batch = tasks._replace(support=self.features(tasks.support), query=self.features(tasks.query))
+        inside = batch._replace(query=self.features(others.query)) if method.third else batch
         fmodel = self.inner.unroll(
             self.lower_module,
             lower,
             upper,
             steps=method.steps,
-            batches=[batch] * method.steps,
+            batches=[inside] * method.steps,
             tasks=tasks.count,
             adjoint=bda.Truncated(last=method.last) if method.last else bda.Unroll(),
             copy_initial_weights=not method.whole,
@@ -275,6 +282,8 @@ class Run:
         settings, name = self.settings, ("train", "val", "test")[part]
         seed = (self.seed * 3 + part) * 10**9 + number
         queries = settings.test_queries if part == TEST else settings.queries
+        if part == TRAIN and self.learner.method.third:
+            queries *= 2  # the first half is that of the other methods
         tasks = draw(self.data[name], count, settings, queries, seed, rotate=settings.dataset == "omniglot")
         return Tasks(*(tensor.to(self.device) for tensor in tasks))
 
@@ -384,7 +393,7 @@ def main() -> None:
         "--methods",
         nargs="+",
         choices=list(METHODS),
-        default=list(METHODS),
+        default=[name for name, method in METHODS.items() if not method.third],
         metavar="METHOD",
         help="some of " + ", ".join(METHODS),
     )
