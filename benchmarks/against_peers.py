@@ -2,145 +2,147 @@
 
     python -m benchmarks.against_peers
 
-Latest output (--rounds 9 --no-memory, on a core of its own; another benchmark ran on the other):
+Latest output (--rounds 9 --no-memory, on a core of its own, nothing beside it):
 
-2026-11-18; x86_64, 2 cores, CPU, one thread, float32; torch 2.13.0+cpu, higher 0.2.1, torchopt 0.7.3,
-jax 0.10.2, boat-torch 1.1.1, learn2learn 0.2.0
+2026-11-18; x86_64, 2 cores, CPU, one thread, float32; torch 2.13.0+cpu, higher 0.2.1, torchopt 0.7.3, jax 0.10.2,
+boat-torch 1.1.1, learn2learn 0.2.0
 
 MLP 64-256-256-10, batch 64, K=50  first call s  CPU ms  x higher  memory MiB  error
-torch.func by hand                         0.12  103.74      0.98           -  2e-07
-higher                                     0.11  106.79      1.00           -  2e-07
-torchopt                                   0.10  101.51      0.96           -  2e-07
-JAX jit+scan                               1.51   63.37      0.60           -  2e-07
-ours, Unroll                               0.11  100.40      0.95           -  2e-07
-ours, Checkpointed                         0.17  163.34      1.53           -  2e-07
-ours, Unroll, compiled                    10.36   69.20      0.65           -  1e-07
-ours, Checkpointed, compiled               0.68  102.63      0.95           -  1e-07
-ours, Unroll, cpp_wrapper                 11.73   66.23      0.62           -  1e-07
+torch.func by hand                         0.10  106.14      0.92           -  2e-07
+higher                                     0.11  114.99      1.00           -  2e-07
+torchopt                                   0.10  109.44      0.95           -  2e-07
+JAX jit+scan                               1.48   64.90      0.57           -  2e-07
+ours, Unroll                               0.10  102.95      0.91           -  2e-07
+ours, Checkpointed                         0.18  173.77      1.53           -  2e-07
+ours, Unroll, compiled                    10.23   70.72      0.62           -  1e-07
+ours, Checkpointed, compiled               0.78  105.25      0.89           -  1e-07
+ours, Unroll, cpp_wrapper                 10.15   68.21      0.59           -  1e-07
 
 softmax regression 7000x784, 10 classes, K=20  first call s  CPU ms  x higher  memory MiB  error
-torch.func by hand                                     0.42  451.34      1.00           -  3e-07
-higher                                                 0.42  456.59      1.00           -  3e-07
-torchopt                                               0.42  466.87      1.02           -  3e-07
-JAX jit+scan                                           1.33  263.70      0.57           -  3e-07
-ours, Unroll                                           0.41  453.28      1.01           -  3e-07
-ours, Checkpointed                                     0.64  713.23      1.59           -  3e-07
-ours, Unroll, compiled                                 4.13  278.44      0.62           -  5e-07
-ours, Checkpointed, compiled                           1.12  429.25      0.96           -  5e-07
+torch.func by hand                                     0.46  399.92      1.01           -  3e-07
+higher                                                 0.48  400.32      1.00           -  3e-07
+torchopt                                               0.45  393.16      0.98           -  3e-07
+JAX jit+scan                                           1.41  190.34      0.48           -  3e-07
+ours, Unroll                                           0.44  384.36      0.98           -  3e-07
+ours, Checkpointed                                     0.69  594.29      1.51           -  3e-07
+ours, Unroll, compiled                                 4.55  218.62      0.54           -  5e-07
+ours, Checkpointed, compiled                           1.19  340.11      0.84           -  5e-07
 
 conv net, 3 blocks of 32 filters, 25 images 28x28, K=5  first call s  CPU ms  x higher  memory MiB  error
-torch.func by hand                                              0.29  225.13      0.99           -  2e-06
-higher                                                          0.27  221.39      1.00           -  2e-06
-torchopt                                                        0.24  223.85      1.00           -  2e-06
-JAX jit+scan                                                   10.28  348.89      1.55           -  2e-06
-ours, Unroll                                                    0.20  184.20      0.81           -  1e-06
-ours, Checkpointed                                              0.26  271.27      1.20           -  1e-06
-ours, Unroll, compiled                                         23.20  190.42      0.85           -  8e-06
-ours, Checkpointed, compiled                                    1.78  272.68      1.21           -  8e-06
-ours, Unroll, without closed forms                              0.28  221.38      1.00           -  2e-06
+torch.func by hand                                              0.19  187.95      0.98           -  2e-06
+higher                                                          0.19  190.89      1.00           -  2e-06
+torchopt                                                        0.19  188.68      0.98           -  2e-06
+JAX jit+scan                                                    7.36  304.95      1.60           -  2e-06
+ours, Unroll                                                    0.16  136.60      0.71           -  1e-06
+ours, Checkpointed                                              0.21  195.54      1.03           -  1e-06
+ours, Unroll, compiled                                         12.62  110.70      0.57           -  1e-06
+ours, Checkpointed, compiled                                    3.54  154.61      0.82           -  1e-06
+ours, Unroll, without closed forms                              0.19  191.39      0.99           -  2e-06
 
 the same conv net, 75 images, K=5   first call s  CPU ms  x higher  memory MiB  error
-torch.func by hand                          0.71  687.67      0.98           -  3e-06
-higher                                      0.68  690.68      1.00           -  3e-06
-torchopt                                    0.62  674.49      0.99           -  3e-06
-JAX jit+scan                                9.78    1183      1.69           -  2e-06
-ours, Unroll                                0.53  486.67      0.71           -  3e-06
-ours, Checkpointed                          0.71  729.82      1.06           -  3e-06
-ours, Unroll, compiled                     22.79  563.34      0.81           -  1e-01
-ours, Checkpointed, compiled                2.23  774.13      1.16           -  1e-01
-ours, Unroll, without closed forms          0.76  676.83      0.98           -  3e-06
+torch.func by hand                          0.59  608.80      0.99           -  3e-06
+higher                                      0.57  612.17      1.00           -  3e-06
+torchopt                                    0.58  598.72      0.99           -  3e-06
+JAX jit+scan                                8.10    1034      1.71           -  2e-06
+ours, Unroll                                0.41  397.12      0.65           -  3e-06
+ours, Checkpointed                          0.54  574.46      0.93           -  3e-06
+ours, Unroll, compiled                     11.82  331.60      0.55           -  3e-06
+ours, Checkpointed, compiled                1.51  463.77      0.77           -  3e-06
+ours, Unroll, without closed forms          0.58  602.88      0.99           -  3e-06
 
 transformer, 2 layers of width 64, 16 sequences of 32 tokens, K=10  first call s  CPU ms  x higher  memory MiB  error
-torch.func by hand                                                          0.26  239.08      0.98           -  1e-07
-higher                                                                      0.26  243.72      1.00           -  1e-07
-torchopt                                                                    0.26  240.65      0.98           -  1e-07
-JAX jit+scan                                                                8.30  278.75      1.15           -  1e-07
-ours, Unroll                                                                0.26  239.67      0.97           -  1e-07
-ours, Checkpointed                                                          0.36  354.53      1.48           -  1e-07
-ours, Unroll, compiled                                                     29.03  158.44      0.64           -  7e-08
-ours, Checkpointed, compiled                                                2.79  231.53      0.93           -  7e-08
+torch.func by hand                                                          0.22  240.77      0.98           -  1e-07
+higher                                                                      0.22  250.99      1.00           -  1e-07
+torchopt                                                                    0.21  238.85      0.97           -  1e-07
+JAX jit+scan                                                                8.10  289.74      1.16           -  1e-07
+ours, Unroll                                                                0.23  237.91      1.02           -  1e-07
+ours, Checkpointed                                                          0.37  378.10      1.54           -  1e-07
+ours, Unroll, compiled                                                     26.42  157.28      0.63           -  7e-08
+ours, Checkpointed, compiled                                                2.79  224.97      0.96           -  7e-08
 
 the paper's counter-example, alpha=0, K=64  first call s  CPU ms  x higher  memory MiB  error
-torch.func by hand                                  0.01   11.30      0.90           -  2e-07
-higher                                              0.01   12.54      1.00           -  2e-07
-torchopt                                            0.01   11.80      0.94           -  2e-07
-JAX jit+scan                                        0.17    0.12      0.01           -  8e-09
-ours, Unroll                                        0.01   10.10      0.80           -  2e-07
-ours, Checkpointed                                  0.03   29.72      2.39           -  8e-09
-ours, Unroll, compiled                              4.18    1.41      0.12           -  8e-09
-ours, Checkpointed, compiled                        0.39    3.73      0.28           -  8e-09
+torch.func by hand                                  0.01   12.60      0.97           -  2e-07
+higher                                              0.01   13.09      1.00           -  2e-07
+torchopt                                            0.01   12.15      0.92           -  2e-07
+JAX jit+scan                                        0.16    0.12      0.01           -  8e-09
+ours, Unroll                                        0.01   10.94      0.85           -  2e-07
+ours, Checkpointed                                  0.03   30.41      2.40           -  8e-09
+ours, Unroll, compiled                              2.72    1.66      0.12           -  8e-09
+ours, Checkpointed, compiled                        0.21    4.58      0.36           -  8e-09
 
 the paper's counter-example, BDA, K=64  first call s  CPU ms  x higher  memory MiB  error
-torch.func by hand                              0.02   26.10      0.88           -  3e-07
-higher                                          0.02   29.88      1.00           -  3e-07
-torchopt                                        0.02   24.90      0.92           -  3e-07
-JAX jit+scan                                    0.15    0.24      0.01           -  4e-08
-ours, Unroll                                    0.02   22.76      0.83           -  3e-07
-ours, Checkpointed                              0.05   51.57      1.75           -  7e-08
-ours, Unroll, compiled                          7.69    1.94      0.07           -  4e-08
-ours, Checkpointed, compiled                    0.87    4.58      0.16           -  4e-08
+torch.func by hand                              0.03   26.47      0.89           -  3e-07
+higher                                          0.03   29.65      1.00           -  3e-07
+torchopt                                        0.03   25.02      0.85           -  3e-07
+JAX jit+scan                                    0.20    0.27      0.01           -  4e-08
+ours, Unroll                                    0.02   23.10      0.84           -  3e-07
+ours, Checkpointed                              0.05   52.76      1.92           -  7e-08
+ours, Unroll, compiled                          3.10    2.17      0.08           -  1e-07
+ours, Checkpointed, compiled                    0.27    6.84      0.25           -  1e-07
 
 MLP 64-256-256-10, BDA, alpha=0.3, K=50  first call s  CPU ms  x higher  memory MiB  error
-BOAT                                             0.21  203.52      1.01           -  4e-05
-torch.func by hand                               0.20  200.80      1.03           -  4e-05
-higher                                           0.20  199.87      1.00           -  4e-05
-torchopt                                         0.21  192.10      0.97           -  4e-05
-JAX jit+scan                                     2.00  159.49      0.81           -  2e-07
-ours, Unroll                                     0.22  184.55      0.93           -  4e-05
-ours, Checkpointed                               0.35  303.16      1.49           -  4e-05
-ours, Unroll, compiled                           7.06  131.59      0.67           -  2e-07
-ours, Checkpointed, compiled                     0.69  203.56      1.04           -  2e-07
+BOAT                                             0.19  221.85      1.01           -  4e-05
+torch.func by hand                               0.19  206.20      0.97           -  4e-05
+higher                                           0.19  218.56      1.00           -  4e-05
+torchopt                                         0.18  203.97      0.93           -  4e-05
+JAX jit+scan                                     1.68  162.79      0.74           -  2e-07
+ours, Unroll                                     0.18  190.39      0.92           -  4e-05
+ours, Checkpointed                               0.28  318.42      1.49           -  4e-05
+ours, Unroll, compiled                           6.57  135.57      0.62           -  2e-07
+ours, Checkpointed, compiled                     0.67  205.22      0.94           -  2e-07
 
 MAML, MLP 8-24-24-3, 15 examples, K=5  first call s  CPU ms  x higher  memory MiB  error
-torch.func by hand                             0.00    3.93      0.72           -  2e-07
-higher                                         0.00    5.44      1.00           -  2e-07
-torchopt                                       0.00    3.95      0.71           -  2e-07
-learn2learn                                    0.00    4.17      0.77           -  2e-07
-ours, innerloop_ctx                            0.00    4.63      0.81           -  3e-07
-ours, Unroll                                   0.00    4.84      0.96           -  3e-07
+torch.func by hand                             0.00    4.13      0.80           -  2e-07
+higher                                         0.00    5.07      1.00           -  2e-07
+torchopt                                       0.00    4.05      0.81           -  2e-07
+learn2learn                                    0.00    4.03      0.80           -  2e-07
+ours, innerloop_ctx                            0.00    4.75      0.91           -  3e-07
+ours, Unroll                                   0.00    4.72      0.92           -  3e-07
 
 BDA (both gradients) against alpha=0, MLP, K=50  alpha=0 ms  BDA ms  ratio
-ours, Unroll                                         107.01  195.43   1.82
-ours, Checkpointed                                   185.38  344.79   1.86
-ours, Unroll, compiled                                71.15  133.93   1.89
-ours, Checkpointed, compiled                         103.98  209.08   1.96
+ours, Unroll                                         104.89  196.98   1.84
+ours, Checkpointed                                   170.61  293.61   1.75
+ours, Unroll, compiled                                68.53  131.12   1.90
+ours, Checkpointed, compiled                         102.91  202.77   1.88
 
-MISSED   mlp: ours, Unroll, compiled / the faster of higher and torchopt: 0.682 (<= 0.65)
-reached  mlp: ours, Unroll, compiled / JAX jit+scan: 1.08 (<= 1.1)
-MISSED   mlp: ours, Unroll, cpp_wrapper / the faster of higher and torchopt: 0.657 (<= 0.6)
-MISSED   mlp: ours, Unroll, cpp_wrapper / JAX jit+scan: 1.04 (<= 1)
-MISSED   mlp: ours, Unroll / higher: 0.945 (<= 0.92)
-reached  softmax: ours, Unroll, compiled / the faster of higher and torchopt: 0.619 (<= 0.7)
-MISSED   softmax: ours, Unroll, compiled / JAX jit+scan: 1.08 (<= 1)
-MISSED   softmax: ours, Unroll / higher: 1.01 (<= 1)
-MISSED   conv: ours, Unroll / the faster of higher and torchopt: 0.814 (<= 0.72)
-MISSED   conv: ours, Unroll, compiled / the faster of higher and torchopt: 0.849 (<= 0.62)
-reached  conv: ours, Unroll, without closed forms / higher: 1 (<= 1)
-MISSED   conv_75: ours, Unroll / the faster of higher and torchopt: 0.735 (<= 0.72)
-MISSED   conv_75: ours, Unroll, compiled / the faster of higher and torchopt: 0.814 (<= 0.62)
-reached  conv_75: ours, Unroll, without closed forms / higher: 0.98 (<= 1)
-reached  transformer: ours, Unroll, compiled / the faster of higher and torchopt: 0.655 (<= 0.8)
-reached  transformer: ours, Unroll, compiled / JAX jit+scan: 0.547 (<= 1)
-reached  transformer: ours, Unroll / higher: 0.967 (<= 1)
-MISSED   counterexample: ours, Unroll, compiled / JAX jit+scan: 12 (<= 6)
-reached  counterexample: ours, Unroll / higher: 0.8 (<= 0.92)
-reached  counterexample_bda: ours, Unroll, compiled / the faster of higher and torchopt: 0.0786 (<= 0.8)
-reached  counterexample_bda: ours, Unroll / higher: 0.828 (<= 0.92)
-MISSED   mlp_bda: ours, Unroll / higher: 0.928 (<= 0.92)
-MISSED   mlp_bda: ours, Unroll, compiled / BOAT: 0.643 (<= 0.6)
-MISSED   maml: ours, innerloop_ctx / learn2learn: 1.1 (<= 1)
-reached  BDA / alpha=0, ours, Unroll: 1.82 (<= 2.1)
-reached  BDA / alpha=0, ours, Checkpointed: 1.86 (<= 2.1)
-reached  BDA / alpha=0, ours, Unroll, compiled: 1.89 (<= 2.1)
-reached  BDA / alpha=0, ours, Checkpointed, compiled: 1.96 (<= 2.1)
+reached  mlp: ours, Unroll, compiled / the faster of higher and torchopt: 0.646 (<= 0.65)
+reached  mlp: ours, Unroll, compiled / JAX jit+scan: 1.09 (<= 1.1)
+MISSED   mlp: ours, Unroll, cpp_wrapper / the faster of higher and torchopt: 0.626 (<= 0.6)
+MISSED   mlp: ours, Unroll, cpp_wrapper / JAX jit+scan: 1.05 (<= 1)
+reached  mlp: ours, Unroll / higher: 0.91 (<= 0.92)
+reached  softmax: ours, Unroll, compiled / the faster of higher and torchopt: 0.553 (<= 0.7)
+MISSED   softmax: ours, Unroll, compiled / JAX jit+scan: 1.12 (<= 1)
+reached  softmax: ours, Unroll / higher: 0.979 (<= 1)
+MISSED   conv: ours, Unroll / the faster of higher and torchopt: 0.724 (<= 0.72)
+reached  conv: ours, Unroll, compiled / the faster of higher and torchopt: 0.588 (<= 0.62)
+reached  conv: ours, Unroll, without closed forms / higher: 0.991 (<= 1)
+reached  conv_75: ours, Unroll / the faster of higher and torchopt: 0.661 (<= 0.72)
+reached  conv_75: ours, Unroll, compiled / the faster of higher and torchopt: 0.554 (<= 0.62)
+reached  conv_75: ours, Unroll, without closed forms / higher: 0.994 (<= 1)
+reached  transformer: ours, Unroll, compiled / the faster of higher and torchopt: 0.669 (<= 0.8)
+reached  transformer: ours, Unroll, compiled / JAX jit+scan: 0.536 (<= 1)
+MISSED   transformer: ours, Unroll / higher: 1.02 (<= 1)
+MISSED   counterexample: ours, Unroll, compiled / JAX jit+scan: 12.9 (<= 6)
+reached  counterexample: ours, Unroll / higher: 0.847 (<= 0.92)
+reached  counterexample_bda: ours, Unroll, compiled / the faster of higher and torchopt: 0.0856 (<= 0.8)
+reached  counterexample_bda: ours, Unroll / higher: 0.843 (<= 0.92)
+MISSED   mlp_bda: ours, Unroll / higher: 0.922 (<= 0.92)
+MISSED   mlp_bda: ours, Unroll, compiled / BOAT: 0.623 (<= 0.6)
+MISSED   maml: ours, innerloop_ctx / learn2learn: 1.12 (<= 1)
+reached  BDA / alpha=0, ours, Unroll: 1.84 (<= 2.1)
+reached  BDA / alpha=0, ours, Checkpointed: 1.75 (<= 2.1)
+reached  BDA / alpha=0, ours, Unroll, compiled: 1.9 (<= 2.1)
+reached  BDA / alpha=0, ours, Checkpointed, compiled: 1.88 (<= 2.1)
 
 Notes:
 - Conv net, 75 images: the compiled hypergradient is off by 0.1 in float32, and by 5e-14 in float64 with the same
   program. In float32 a unit of a ReLU or a max-pooling changes sides: after 2 steps instead of 5 the error is 2e-6.
-- Conv net: 0.81 and 0.74 of the best peer uncompiled, where 0.71 was measured on a CPU with AVX-512. Compiled it is
-  slower than uncompiled here; a profile is missing.
-- Counter-example: 12 times JAX, which runs the loop inside one program; 23 times before.
-- MAML on 24 units: 1.1 times learn2learn; most of the difference is the opening of a loop, not its steps.
+- Conv net: a profile of the compiled one had the compiler's own max-pooling at 4.5 ms a call, where torch takes 1.0 with
+  channels last, and copies to channels last around every convolution. Without both, compiled / best peer went from 0.85
+  to 0.59; the kernel for pooling also serves uncompiled loops (0.81 to 0.72). Convolutions are half of what is left.
+- Counter-example: 13 times JAX, which runs the loop inside one program: 0.1 ms, where 32 calls of ours take 1.2 ms.
+- MAML on 24 units: 1.1 times learn2learn, which checks nothing: finite results, operations without a second derivative,
+  the module as it was. Most of the difference is the opening of a loop, not its steps.
 """
 
 from __future__ import annotations
