@@ -135,11 +135,11 @@ reached  BDA / alpha=0, ours, Unroll, compiled: 1.9 (<= 2.1)
 reached  BDA / alpha=0, ours, Checkpointed, compiled: 1.88 (<= 2.1)
 
 Notes:
-- Conv net, 75 images: the compiled hypergradient is off by 0.1 in float32, and by 5e-14 in float64 with the same
-  program. In float32 a unit of a ReLU or a max-pooling changes sides: after 2 steps instead of 5 the error is 2e-6.
-- Conv net: a profile of the compiled one had the compiler's own max-pooling at 4.5 ms a call, where torch takes 1.0 with
-  channels last, and copies to channels last around every convolution. Without both, compiled / best peer went from 0.85
-  to 0.59; the kernel for pooling also serves uncompiled loops (0.81 to 0.72). Convolutions are half of what is left.
+- Conv net: a profile of the compiled one had the compiler's own max-pooling at 4.5 ms a call, where torch takes 1.0
+  with channels last, and copies to channels last around every convolution. Without both, compiled / best peer went from
+  0.85 to 0.59; the kernel for pooling also serves uncompiled loops (0.81 to 0.72). Convolutions are half of the rest.
+- In float32 a unit of a ReLU or a max-pooling may change sides by rounding: earlier programs of the net with 75 images
+  were off by 0.1, and by 5e-14 in float64.
 - Counter-example: 13 times JAX, which runs the loop inside one program: 0.1 ms, where 32 calls of ours take 1.2 ms.
 - MAML on 24 units: 1.1 times learn2learn, which checks nothing: finite results, operations without a second derivative,
   the module as it was. Most of the difference is the opening of a loop, not its steps.
