@@ -2,45 +2,45 @@
 
     python -m benchmarks.tasks
 
-Latest output (--rounds 9 --no-memory, on a core of its own; another benchmark ran on the other):
+Latest output (--no-memory, on a core of its own; another program ran on the other):
 
-2026-11-18; x86_64, 2 cores, CPU, one thread, float32; torch 2.13.0+cpu, higher 0.2.1, torchopt 0.7.3,
-jax 0.10.2, boat-torch 1.1.1, learn2learn 0.2.0
+2026-11-18; x86_64, 2 cores, CPU, one thread, float32; torch 2.13.0+cpu, higher 0.2.1, torchopt 0.7.3, jax 0.10.2,
+boat-torch 1.1.1, learn2learn 0.2.0
 
 32 tasks, linear head on 64 features, 5-way 1-shot, K=20  first call s  CPU ms  times faster  memory MiB  error
-loop over higher                                                  0.20  217.32          1.00           -  3e-07
-torch.func vmap by hand                                           0.02   23.94          8.93           -  3e-07
-JAX jit+vmap+scan                                                 0.91    1.75        115.79           -  3e-07
-ours, loop over tasks                                             0.21  198.40          1.11           -  3e-07
-ours, tasks=B                                                     0.02   16.07         12.95           -  3e-07
-ours, tasks=B, compiled                                          13.74    4.08         56.24           -  3e-07
+loop over higher                                                  0.19  212.18          1.00           -  3e-07
+torch.func vmap by hand                                           0.02   25.97          7.71           -  3e-07
+JAX jit+vmap+scan                                                 0.91    1.81        112.47           -  3e-07
+ours, loop over tasks                                             0.19  198.77          1.04           -  3e-07
+ours, tasks=B                                                     0.02   18.43         11.69           -  3e-07
+ours, tasks=B, compiled                                          12.76    3.25         62.32           -  3e-07
 
 16 tasks, whole MLP 64-256-256-10, 10-way 1-shot, K=5  first call s  CPU ms  times faster  memory MiB  error
-loop over higher                                               0.13  141.78          1.00           -  2e-07
-torch.func vmap by hand                                        0.10   93.49          1.52           -  2e-07
-JAX jit+vmap+scan                                              1.65   85.25          1.77           -  2e-07
-ours, loop over tasks                                          0.12  130.81          1.04           -  2e-07
-ours, tasks=B                                                  0.10  111.15          1.25           -  2e-07
-ours, tasks=B, compiled                                        7.11  102.75          1.37           -  2e-07
+loop over higher                                               0.20  150.44          1.00           -  2e-07
+torch.func vmap by hand                                        0.21  141.06          1.09           -  2e-07
+JAX jit+vmap+scan                                              1.73   89.59          1.68           -  2e-07
+ours, loop over tasks                                          0.14  151.57          0.98           -  2e-07
+ours, tasks=B                                                  0.11  115.51          1.30           -  2e-07
+ours, tasks=B, compiled                                       10.96  112.24          1.34           -  2e-07
 
 16 tasks, whole MLP 64-256-256-10, 10-way 5-shot, K=5  first call s  CPU ms  times faster  memory MiB  error
-loop over higher                                               0.43  201.67          1.00           -  1e-07
-torch.func vmap by hand                                        0.31  165.40          1.25           -  1e-07
-JAX jit+vmap+scan                                              3.46  156.54          1.29           -  1e-07
-ours, loop over tasks                                          0.47  212.52          0.99           -  1e-07
-ours, tasks=B                                                  0.38  183.00          1.17           -  1e-07
-ours, tasks=B, compiled                                       18.47  155.16          1.32           -  1e-07
+loop over higher                                               0.19  194.42          1.00           -  1e-07
+torch.func vmap by hand                                        0.14  153.83          1.28           -  1e-07
+JAX jit+vmap+scan                                              1.58  157.35          1.26           -  1e-07
+ours, loop over tasks                                          0.19  196.53          1.01           -  1e-07
+ours, tasks=B                                                  0.16  168.12          1.13           -  1e-07
+ours, tasks=B, compiled                                        7.19  135.25          1.44           -  1e-07
 
 4 tasks, whole Conv-4 of 32 filters, 28x28, 5-way 5-shot, K=5  first call s  CPU ms  times faster  memory MiB  error
-loop over higher                                                       1.53    1117          1.00           -  3e-06
-torch.func vmap by hand                                                1.76    1347          0.83           -  3e-06
-ours, loop over tasks                                                  1.25  890.84          1.24           -  3e-06
-ours, tasks=B                                                          1.32  901.92          1.22           -  3e-06
+loop over higher                                                       1.04    1044          1.00           -  3e-06
+torch.func vmap by hand                                                1.32    1249          0.83           -  3e-06
+ours, loop over tasks                                                  0.85  793.03          1.34           -  3e-06
+ours, tasks=B                                                          0.87  774.72          1.33           -  3e-06
 
-MISSED   heads: loop over higher / ours, tasks=B, compiled: 56.2 (>= 60)
-reached  mlps: loop over higher / ours, tasks=B, compiled: 1.37 (>= 1)
-reached  mlps_5_shot: loop over higher / ours, tasks=B, compiled: 1.32 (>= 1)
-reached  convs: loop over higher / ours, loop over tasks: 1.24 (>= 1)
+reached  heads: loop over higher / ours, tasks=B, compiled: 62.3 (>= 60)
+reached  mlps: loop over higher / ours, tasks=B, compiled: 1.34 (>= 1)
+reached  mlps_5_shot: loop over higher / ours, tasks=B, compiled: 1.44 (>= 1)
+reached  convs: loop over higher / ours, tasks=B: 1.33 (>= 1)
 
 Whole MLPs gain less than heads: their kernels cost the same either way, and only the overhead of the calls is saved.
 Tasks of a whole Conv-4 run one after another inside `tasks=4`, since vmap keeps layers from their closed derivatives.
