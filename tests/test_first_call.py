@@ -108,6 +108,24 @@ def test_cache_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert [any(name.endswith("hit") for name in names) for names in outcomes] == [False, True, False]
 
 
+def test_an_operator_that_is_met_does_not_change_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler notes that it is called as it is; in place of a lowering the same entry is a change."""
+    from torch._inductor import lowering
+
+    before = inductor.TABLES.digest()
+    unknown = torch.library.custom_op(
+        "bda_optim_tests::identity", lambda x: x.clone(), mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    assert unknown is not None
+    met = torch.ops.bda_optim_tests.identity.default
+    assert met not in lowering.lowerings
+    monkeypatch.setitem(lowering.lowerings, met, lowering.fallback_handler(met))
+    assert inductor.TABLES.digest() == before
+    add = torch.ops.aten.add.Tensor
+    monkeypatch.setitem(lowering.lowerings, add, lowering.fallback_handler(add))
+    assert inductor.TABLES.digest() != before
+
+
 def test_digest_of_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     before = inductor.TABLES.digest()
     assert inductor.TABLES.digest() == before == inductor._Tables().digest()

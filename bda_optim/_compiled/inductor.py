@@ -102,7 +102,8 @@ class _Tables:
         """Return it; made anew (in 75 ms) only where an entry is another one."""
         now = [entry for table in torch_private.operator_tables() for entry in table.items()]
         if now != self._seen:
-            text = "\n".join(sorted(f"{_name(operator)}: {_code(function)}" for operator, function in now))
+            kept = [(operator, function) for operator, function in now if not _only_calls(function)]
+            text = "\n".join(sorted(f"{_name(operator)}: {_code(function)}" for operator, function in kept))
             self._seen, self._digest = now, hashlib.sha256(text.encode()).hexdigest()
         return self._digest
 
@@ -113,6 +114,15 @@ TABLES = _Tables()
 def _name(operator: Any) -> str:
     """Return the name of an operator or a function; what has none is not in a traced graph."""
     return str(operator) if torch_private.schema(operator) else getattr(operator, "__name__", "")
+
+
+def _only_calls(function: Any) -> bool:
+    """Whether an entry says that an operator is called as it is, which holds without it too.
+
+    The compiler makes such entries as it meets operators. They would give the second program of a problem another key
+    in the process that compiles the first than in one that finds it on disk.
+    """
+    return getattr(inspect.unwrap(function), "__qualname__", "") == "fallback_handler.<locals>.handler"
 
 
 def _code(function: Any, depth: int = 3) -> str:
