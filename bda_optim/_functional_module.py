@@ -159,10 +159,14 @@ class FunctionalModule(nn.Module):
         check_task_dimension(batch, self._tasks, "`batch`")
         if any(loss is known for known in self._traced) and not self._state.buffers:
             trees = (self._state.params, hyper, batch)
-            value = traced_losses(loss, lambda trees: self._losses(loss, *trees), self._skeleton, self._tasks, trees)
+            called = functools.partial(self._called, loss)
+            value = traced_losses(loss, called, self._skeleton, self._names, self._tasks, trees)
             if value is not None:
                 return value
         return self._losses(loss, self._state.params, hyper, batch)
+
+    def _called(self, loss: Loss, trees: tuple[Any, Any, Any]) -> Tensor:
+        return self._losses(loss, *trees)
 
     def _losses(self, loss: Loss, params: Sequence[Tensor], hyper: Any, batch: Any) -> Tensor:
         """Call a loss on all tasks."""

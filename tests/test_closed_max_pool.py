@@ -97,6 +97,18 @@ def test_what_the_closed_form_does_not_do_is_left_to_torch() -> None:
         Layer(nn.MaxPool2d(5))(numbers(2, 2, 4, 4).requires_grad_())
 
 
+def test_sizes_of_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+    x = numbers(2, 2, 4, 4).requires_grad_()
+    assert torch.equal(Layer(nn.MaxPool2d(numpy.int64(2)))(x), nn.functional.max_pool2d(x, 2))
+
+
+def test_the_operator_says_how_its_results_are_laid_out(kernel: str) -> None:
+    x = numbers(2, 5, 6, 6).contiguous(memory_format=torch.channels_last)
+    settings = max_pool.Settings([2, 2], [2, 2], [0, 0], [1, 1], False)
+    torch.library.opcheck(pooling._operator(), (x, *settings), test_utils=("test_schema", "test_faketensor"))
+
+
 def traced(function: Any, x: Tensor) -> Any:
     """The graph of a function with what its nodes are in `meta`."""
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -12,9 +12,11 @@ import torch
 import torch._inductor
 from problems import numbers
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import bda_optim as bda
 from bda_optim._compiled import cache, losses
+from bda_optim._support import torch_private
 
 pytestmark = [
     pytest.mark.usefixtures("doubles"),
@@ -213,3 +215,134 @@ def test_a_loss_that_raises_says_so_itself() -> None:
     with pytest.raises(KeyError, match="no x here"):
         fmodel.losses(fragile, None, {"y": QUERY["y"]})
     assert fmodel.losses(fragile, None, QUERY).shape == (TASKS,)
+
+
+# What a program depends on.
+
+
+def compared(module: nn.Module, function: Any, **options: Any) -> list[Tensor]:
+    """The losses after a rollout: uncompiled, and compiled."""
+    return [adapted(module, None, function, compile=c, **options).losses(function, None, QUERY) for c in (False, True)]
+
+
+def test_the_order_of_the_parameters() -> None:
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Tanh(), nn.Linear(2, 2, bias=False))
+    found = []
+    for order in ((0, 2), (2, 0)):
+        for compile in (False, True):
+            inner = bda.BDAInnerOptimizer([module[i].weight for i in order], lr=0.1)
+            options = {"steps": 2, "batches": [BATCH] * 2, "tasks": TASKS, "copy_initial_weights": False}
+            found.append(inner.unroll(module, loss, compile=compile, **options).losses(loss, None, QUERY))
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other)
+
+
+def test_a_module_that_changes_beside_its_twin() -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.LeakyReLU(0.1), nn.Linear(3, 1))
+    old = adapted(module, None, compile=True)
+    module[1].negative_slope = 5.0
+    before = old.losses(loss, None, QUERY)  # that of the twin, which has the slope of the rollout
+    torch.testing.assert_close(*compared(module, loss))
+    activation = old[1]
+    torch.testing.assert_close(old.losses(loss, None, QUERY), before)
+    activation.negative_slope = 5.0
+    assert not torch.allclose(old.losses(loss, None, QUERY), before)
+
+
+def test_a_frozen_parameter_of_the_twin_that_is_replaced(traces: mock.Mock) -> None:
+    module = model()
+    module[0].requires_grad_(False)
+    inner = bda.BDAInnerOptimizer(module[2].parameters(), lr=0.1)
+    options = {"steps": 2, "batches": [BATCH] * 2, "tasks": TASKS, "copy_initial_weights": False, "compile": True}
+    fmodel = inner.unroll(module, loss, **options)
+    layer = fmodel[0]
+    before = fmodel.losses(loss, None, QUERY)
+    layer.weight = nn.Parameter(torch.zeros(3, 2), requires_grad=False)
+    assert not torch.allclose(fmodel.losses(loss, None, QUERY), before)
+    assert traces.call_count == 2
+
+
+def test_an_alias_of_a_parameter_does_not_take_its_gradient() -> None:
+    module = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Tanh(), nn.Linear(3, 1))
+    anchor = module[0].weight.detach()
+
+    def pulled(net: Any, hyper: Any, batch: Any) -> Tensor:
+        return loss(net, None, batch) + (net[0].weight - 0.5 * anchor).square().sum()
+
+    found = []
+    for compile in (False, True):
+        inner = bda.BDAInnerOptimizer(module[2].parameters(), lr=0.1)
+        options = {"steps": 2, "batches": [BATCH] * 2, "tasks": TASKS, "hyper": module[0], "compile": compile}
+        fmodel = inner.unroll(module, pulled, **options)
+        found.append(torch.autograd.grad(fmodel.losses(pulled, None, QUERY).sum(), module[0].weight))
+    torch.testing.assert_close(*found)
+
+
+def test_tensors_of_a_closure_that_were_one_and_are_two() -> None:
+    def made(first: Tensor, second: Tensor) -> Any:
+        return lambda net, hyper, batch: loss(net, None, batch) + net[0].weight.sum() * (first - 2 * second)
+
+    one = torch.tensor(1.5)
+    torch.testing.assert_close(*compared(model(), made(one, one.detach())))
+    torch.testing.assert_close(*compared(model(), made(torch.tensor(1.5), torch.tensor(-0.3))))
+
+
+def test_a_graph_of_the_backward_pass_is_of_the_first_call() -> None:
+    """Whatever became of the mode, of the batch, and of autocast since."""
+
+    def moody(net: Any, hyper: Any, batch: Any) -> Tensor:
+        return (3.0 if net.training else 1.0) * batch["scale"] * loss(net, hyper, batch)
+
+    found = []
+    for change in (False, True):
+        module = model()
+        query = {**QUERY, "scale": 2.0}
+        batches = [{**BATCH, "scale": 1.0}] * 2
+        fmodel = adapted(module, None, moody, compile=True, batches=batches)
+        values = fmodel.losses(moody, None, query)
+        if change:
+            fmodel.eval()
+            query["scale"] = 100.0
+        with torch.autocast("cpu", enabled=change):
+            grads = torch.autograd.grad(values.sum(), list(module.parameters()), create_graph=True)
+        assert not change or not fmodel.training
+        found.append([g.detach() for g in grads])
+    assert_same(found)
+
+
+# What else is at work.
+
+
+def test_batched_gradients_and_duals_and_tracers_see_the_loss_itself(traces: mock.Mock) -> None:
+    module = model()
+    rows = []
+    for compile in (False, True):
+        fmodel = adapted(module, None, compile=compile)
+        y = next(iter(fmodel.params.values()))
+        values = fmodel.losses(loss, None, QUERY)
+        rows.append(torch.autograd.grad(values, y, torch.eye(TASKS), is_grads_batched=True)[0])
+    torch.testing.assert_close(*rows)
+    assert traces.call_count == 1
+    weight = torch.tensor(0.3)
+    fmodel = adapted(module, {"weight": weight}, compile=True)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(weight, torch.tensor(1.0))
+        tangent = forward_ad.unpack_dual(fmodel.losses(loss, {"weight": dual}, QUERY)).tangent
+    torch.testing.assert_close(tangent, fmodel.losses(loss, {"weight": weight}, QUERY))
+    x = QUERY["x"]
+    graph = torch_private.trace_graph(lambda x: [fmodel.losses(loss, {"weight": weight}, {**QUERY, "x": x})], [x])
+    torch.testing.assert_close(graph(x + 1)[0], fmodel.losses(loss, {"weight": weight}, {**QUERY, "x": x + 1}))
+
+
+def test_random_numbers_are_drawn_as_without_a_trace() -> None:
+    def noisy(net: Any, hyper: Any, batch: Any) -> Tensor:
+        return loss(net, hyper, batch) * (1 + torch.rand(()))
+
+    module = model()
+    found = []
+    for traced in ((), (noisy,)):
+        fmodel = adapted(module, None, compile=True)
+        fmodel.__dict__["_traced"] = traced
+        torch.manual_seed(7)
+        found.append((fmodel.losses(noisy, None, QUERY), torch.rand(())))
+    torch.testing.assert_close(*found)

@@ -6,22 +6,24 @@ take 2.9 ms, without it 2.4 ms. As graphs that are not compiled the losses would
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._adjoints.base import changed_in_place
 from .._context.devices import accelerators
+from .._context.environment import Ambient
 from .._modules.skeleton import Skeleton
 from .._support.tensors import layout
-from .._support.torch_private import hook_numbers, inside_transform, version_of
+from .._support.torch_private import are_transformed, is_traced, version_of
 from .._support.tree import map_tensors, replace_tensors, tensors
 from .cache import Engine, engine_for
 from .program import Function, Pair, build_pair
-from .trace_key import CONTAINERS, PLAIN
+from .trace_key import CONTAINERS, PLAIN, address, configuration, contents
 
 _PLACE = torch.empty(0, device="cpu")
 """Stands for a tensor of a tree."""
@@ -35,41 +37,99 @@ Evaluate = Callable[[Any], Tensor]
 
 @dataclasses.dataclass
 class _Call:
-    """What a call has beside its tensors: the two graphs, their constants, and the loss itself."""
+    """What a call has beside its tensors: the two programs, their constants, and the loss itself.
+
+    Attributes:
+        pair: The programs.
+        captured: The tensors of closures, and of the module.
+        evaluate: Calls the loss.
+        form: The arguments of it, with placeholders for tensors.
+        modules: The parts of the module, each with its mode.
+    """
 
     pair: Pair
     captured: Sequence[Tensor]
     evaluate: Evaluate
-    trees: Any
+    form: Any
+    modules: list[tuple[nn.Module, bool]]
+
+    def again(self, flat: Sequence[Tensor], cotangents: Tensor) -> list[Tensor | None]:
+        """Call the loss once more, in the modes of the first call, and pull cotangents back on the tape."""
+        now = [(module, module.training) for module, _ in self.modules]
+        create_graph = torch.is_grad_enabled()
+        try:
+            for module, mode in self.modules:
+                module.training = mode
+            with torch.enable_grad(), _without_autocast(flat):
+                leaves = [t.view_as(t) for t in flat]  # one may depend on another, as y_K on the upper variables
+                losses = self.evaluate(replace_tensors(self.form, leaves))
+                return _pulled(losses, leaves, cotangents, create_graph=create_graph)
+        finally:
+            for module, mode in now:
+                module.training = mode
 
 
 def traced_losses(
-    loss: Any, evaluate: Evaluate, skeleton: Skeleton, tasks: int, trees: tuple[Any, Any, Any]
+    loss: Any,
+    evaluate: Evaluate,
+    skeleton: Skeleton,
+    names: Sequence[str],
+    tasks: int,
+    trees: tuple[Any, Any, Any],
 ) -> Tensor | None:
-    """Return one loss per task by a trace; None where the loss itself has to be called.
+    """Return one loss per task by a program; None where the loss itself has to be called.
 
-    That is so where no gradient is wanted, where it would go to a tensor that the loss finds elsewhere, and where the
-    trace draws random numbers or cannot be made.
+    That is so where no gradient is wanted, where it would go to a tensor that the loss finds elsewhere, where something
+    else watches or casts the operations, and where the trace draws random numbers or cannot be made.
 
     Args:
         loss: The user's loss.
         evaluate: The same for all tasks; takes `trees`.
         skeleton: The module.
+        names: The names of the parameters.
         tasks: The number of tasks.
         trees: Parameters, upper variables and batch.
     """
     flat = tensors(trees)
     wanted = tuple(t.requires_grad for t in flat)
-    if not torch.is_grad_enabled() or not any(wanted) or inside_transform() or not _is_plain(trees[1:]):
+    if not torch.is_grad_enabled() or not any(wanted) or not _is_plain(trees[1:]) or _is_special(flat):
         return None
-    hooks = tuple(hook_numbers(module) for module in skeleton.root.modules())
-    form = map_tensors(lambda t: _PLACE, trees[1:])
-    engine, captured = engine_for(loss, ("losses", loss, skeleton, hooks, tasks, form), accelerators(flat))
+    root = skeleton.root
+    given = {id(t) for t in flat}
+    others = {name: value for name, value in contents(root).items() if id(value) not in given}
+    form = map_tensors(lambda t: _PLACE, trees)
+    parts = ("losses", loss, skeleton, tuple(configuration(root)), others, tuple(names), tasks, form)
+    engine, captured = engine_for(loss, parts, accelerators(flat))
     pair = _pair(engine, captured, evaluate, trees, flat, wanted)
-    if pair is None or any(captured[c].requires_grad for c in pair.ahead.constants if isinstance(c, int)):
+    if pair is None or _loses_gradients(pair, captured):
         return None
-    result: Tensor = TracedLosses.apply(_Call(pair, captured, evaluate, trees), *flat)  # type: ignore[no-untyped-call]
+    call = _Call(pair, captured, evaluate, form, [(module, module.training) for module in root.modules()])
+    result: Tensor = TracedLosses.apply(call, *flat)  # type: ignore[no-untyped-call]
     return result
+
+
+def _is_special(flat: Sequence[Tensor]) -> bool:
+    """Whether a transform, a tracer or autocast is at work."""
+    return are_transformed(*flat) or is_traced() or any(map(torch.is_autocast_enabled, _kinds(flat)))
+
+
+def _kinds(flat: Sequence[Tensor]) -> set[str]:
+    return {"cpu", *(t.device.type for t in flat)}
+
+
+@contextlib.contextmanager
+def _without_autocast(flat: Sequence[Tensor]) -> Iterator[None]:
+    """As in the first call: with autocast no program is used."""
+    with contextlib.ExitStack() as stack:
+        for kind in _kinds(flat):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _loses_gradients(pair: Pair, captured: Sequence[Tensor]) -> bool:
+    """Whether a constant of a program requires grad, or shares its memory with a tensor that does."""
+    live = {address(t) for t in captured if t.requires_grad}
+    return any(address(captured[c]) in live for c in pair.ahead.constants if isinstance(c, int))
 
 
 def _is_plain(tree: Any) -> bool:
@@ -94,14 +154,19 @@ def _pair(
     if len(engine.pairs) >= _MOST_LAYOUTS:
         return None
     values = [t.detach() for t in flat]
+    ambient = Ambient(values)
+    rng = ambient.rng()
     try:
         with engine.compiling():
             with torch.no_grad():
-                ones = torch.ones_like(evaluate(replace_tensors(trees, values)))
+                found = evaluate(replace_tensors(trees, values))
+            ones = torch.ones_like(found, memory_format=torch.contiguous_format)
             function = _with_pull_back(evaluate, trees, wanted)
             pair = build_pair(function, values, [ones], state=0, first=1, captured=captured, choices=engine.choices)
     except Exception:  # the loss is called, and says by itself what is wrong
         pair = None
+    finally:
+        ambient.set_rng(rng)
     if pair is not None and (pair.draws or any(isinstance(c, Tensor) for c in pair.ahead.constants)):
         pair = None
     engine.pairs[key] = pair
@@ -150,9 +215,7 @@ class TracedLosses(torch.autograd.Function):
                 raise RuntimeError(changed_in_place("a tensor from the closure of a loss", tensor))
         count = len(ctx.needs_input_grad) - 1
         flat, saved = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        if torch.is_grad_enabled():
-            leaves = [t.view_as(t) for t in flat]  # one tensor may depend on another, as y_K on the upper variables
-            losses = call.evaluate(replace_tensors(call.trees, leaves))
-            return None, *_pulled(losses, leaves, cotangents, create_graph=True)
+        if torch.is_grad_enabled() or are_transformed(cotangents) or is_traced():
+            return None, *call.again(flat, cotangents)
         inputs = [*(t.detach() for t in flat), *saved, cotangents.contiguous()]
         return None, *call.pair.back(inputs, call.pair.back.extra(call.captured))

@@ -46,6 +46,6 @@ def _operator() -> Any:
 
     @found.register_fake
     def _(x: Tensor, *settings: Any) -> Any:
-        return torch.ops.aten.max_pool2d_with_indices.default(x, *settings)
+        return torch.ops.aten.max_pool2d_with_indices.default(x.contiguous(), *settings)
 
     return torch.ops.bda_optim.max_pool.default

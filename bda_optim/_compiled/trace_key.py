@@ -71,6 +71,7 @@ class _Walker:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self._seen: dict[int, int] = {}
+        self._places: dict[Hashable, int] = {}
         self._keep: list[Any] = []
 
     def visit(self, value: Any, depth: int) -> Hashable:
@@ -82,8 +83,13 @@ class _Walker:
         self._keep.append(value)  # an id is only good while its object lives
         if isinstance(value, Tensor):
             self.tensors.append(value)
-            return "tensor", layout(value)
+            return "tensor", layout(value), self._alias(value)
         return self._visit_object(value, depth)
+
+    def _alias(self, value: Tensor) -> int:
+        """Return which tensor before has the same memory, or this one: a program reads one of them for both."""
+        place = len(self.tensors) - 1
+        return self._places.setdefault((address(value), layout(value.detach())), place)
 
     def _visit_object(self, value: Any, depth: int) -> Hashable:
         if isinstance(value, Keyed):  # as deep as it goes: it says itself what it depends on, however it is nested
@@ -116,6 +122,14 @@ class _Walker:
         used = [function.__globals__[name] for name in names]
         inside = (cells, used, function.__defaults__, function.__kwdefaults__, vars(function))
         return Ref(code), named_in([*cells, *used], global_names(code)), self.visit(inside, depth)
+
+
+def address(value: Tensor) -> int:
+    """Return where a tensor has its numbers; of one without memory of its own, where itself is."""
+    try:
+        return value.data_ptr()
+    except RuntimeError:  # sparse, or of a transform
+        return id(value)
 
 
 def is_followed(value: Any, depth: int) -> bool:

@@ -92,4 +92,4 @@ class MaxPool2d(nn.MaxPool2d):
 
 
 def _pair(size: Any) -> list[int]:
-    return [size, size] if isinstance(size, int) else list(size)
+    return [int(each) for each in size] if isinstance(size, tuple | list) else [int(size)] * 2
