@@ -88,8 +88,7 @@ def rollout(
         batches: One batch per step.
         tasks: The number B of tasks; every tensor of a batch then has it as its first dimension, and so has the result.
         adjoint: `Unroll()` by default.
-        compile: Whether to compile the step and its adjoint; "reverse" or "mixed" chooses the adjoint's mode, which is
-            measured otherwise.
+        compile: Whether to compile the step and its adjoint.
         chunk_size: How many tasks run at once; fewer need less memory, if the adjoint is `Checkpointed`.
         on_divergence: What to do if a loss, or y, is not finite from step k on. "raise" raises an error that names k,
             the parameter and the last losses; "stop" warns, and returns y_{k-1}, differentiable, as ``steps=k-1`` would

@@ -133,7 +133,7 @@ class BDAInnerOptimizer(Optimizer):
             batches: One batch per step.
             tasks: B tasks at once: every tensor of a batch has B in front, and so has the result.
             adjoint: How the backward pass is obtained; `Unroll()` by default.
-            compile: Whether to compile the step and its adjoint (or "reverse", "mixed": see `rollout`).
+            compile: Whether to compile the step and its adjoint.
             copy_initial_weights: Whether y_0 is a constant; if False, gradients reach the module's own parameters.
             chunk_size: How many tasks run at once; fewer need less memory, if the adjoint is `Checkpointed`.
             on_divergence: "raise", "stop" or "ignore": what becomes of a loop that is not finite (see `rollout`).

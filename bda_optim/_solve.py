@@ -82,16 +82,19 @@ class Loop:
         for name in ("steps", "tasks", "chunk_size"):
             if getattr(self, name) is not None or name == "steps":
                 object.__setattr__(self, name, check_count(name, getattr(self, name)))
-        if not isinstance(self.compile, bool) and self.compile not in ("reverse", "mixed"):
-            raise ValueError(f'`compile` must be True, False, "reverse" or "mixed"; got {self.compile!r}.')
+        if self.compile in ("reverse", "mixed"):
+            warnings.warn(
+                f"compile={self.compile!r} is compile=True: there is one way to compile an adjoint. The names of modes "
+                "go in version 0.3.",
+                DeprecationWarning,
+                stacklevel=user_level(),
+            )
+            object.__setattr__(self, "compile", True)
+        if not isinstance(self.compile, bool):
+            raise ValueError(f"`compile` must be True or False; got {self.compile!r}.")
         if self.accumulate is not None and not callable(self.accumulate):
             object.__setattr__(self, "accumulate", check_count("accumulate", self.accumulate))
         check_accumulate(self.accumulate, self.batches, self.tasks, self.adjoint, self.compile)
-
-    @property
-    def mode(self) -> str:
-        """The mode of a compiled adjoint: "reverse", "mixed", or "auto" where it is measured."""
-        return "auto" if self.compile is True else str(self.compile)
 
     @property
     def twice(self) -> bool:
@@ -204,7 +207,7 @@ def _run(
 
     def run(items: Items) -> tuple[InnerState, Sequence[Record]]:
         if loop.compile and not state.params[0].is_meta:
-            return _run_compiled(adjoint, step, state, values, items, loop.mode)
+            return _run_compiled(adjoint, step, state, values, items)
         return adjoint(step if step.split is None else PartwiseStep(step), state, values, items)
 
     with surroundings(twice=loop.twice), explained(lower, upper):
@@ -215,11 +218,11 @@ def _run(
 
 
 def _run_compiled(
-    adjoint: Adjoint, step: BDAStep, state: InnerState, values: tuple[Tensor, ...], items: Items, mode: str
+    adjoint: Adjoint, step: BDAStep, state: InnerState, values: tuple[Tensor, ...], items: Items
 ) -> tuple[InnerState, Sequence[Record]]:
     """Hand a compiled step to the adjoint; it counts in tensors, and its records come in units."""
     tasks = step.update.tasks
     each = tasks is not None and not step.update.rule.elementwise  # a count for each task
     start = with_tensor_counts(state, (tasks or 1,) if each else ())
-    last, records = adjoint(CompiledStep(step, start, values, mode), start, values, items)
+    last, records = adjoint(CompiledStep(step, start, values), start, values, items)
     return with_plain_counts(last, like=state), JoinedRecords([block for unit in records for block in unit])

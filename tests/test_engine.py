@@ -132,18 +132,13 @@ MODULES: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     "tasks-adafactor": (small_mlp, (4,), {"rule": torch.optim.Adafactor, "tasks": 3}),
     "tasks-conv": (conv, (1, 6, 6), {"tasks": 2}),
 }
-LONG = ("adam", "fista", "tasks-adafactor", "tasks-conv")  # tracing these for the mixed mode takes 5 to 8 s
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [(name, "reverse") for name in MODULES]
-    + [pytest.param(name, "mixed", marks=[pytest.mark.slow] * (name in LONG)) for name in MODULES],
-)
-def test_compiled_modules_equal_uncompiled_ones(name: str, mode: str, traced: list[int]) -> None:
+@pytest.mark.parametrize("name", MODULES)
+def test_compiled_modules_equal_uncompiled_ones(name: str, traced: list[int]) -> None:
     make, shape, options = MODULES[name]
     want = module_problem(make, shape, **options)
-    close(module_problem(make, shape, compile=mode, **options), want)
+    close(module_problem(make, shape, compile=True, **options), want)
     assert len(traced) >= 2
 
 
@@ -152,9 +147,6 @@ def test_random_steps_draw_the_same_numbers_again(make: Any, traced: list[int]) 
     shape, adjoint = ((4,), bda.Checkpointed(every=2)) if make is dropout else ((5, 8), bda.Unroll())
     want = module_problem(make, shape, adjoint=adjoint)
     close(module_problem(make, shape, adjoint=adjoint, compile=True), want)
-    cache._engines.clear()
-    with pytest.warns(UserWarning, match="draws random numbers"):
-        close(module_problem(make, shape, adjoint=adjoint, compile="mixed"), want)
 
 
 def test_learnable_settings(traced: list[int]) -> None:
@@ -200,7 +192,7 @@ def test_tasks_with_upper_variables_compile_nothing_new(traced: list[int]) -> No
     def run() -> bda.Hypergradient:
         return bda.hypergradient(
             lambda y, x, b: ((y["a"] - x["w"][0]) ** 2).sum() * b, lambda y, x, b: y["a"].sum(), {"a": torch.ones(3)},
-            {"w": [torch.tensor(0.5)]}, steps=2, lr=0.1, tasks=4, batches=[torch.ones(4)] * 2, compile="reverse",
+            {"w": [torch.tensor(0.5)]}, steps=2, lr=0.1, tasks=4, batches=[torch.ones(4)] * 2, compile=True,
         )  # fmt: skip
 
     first, _ = run(), run()  # the first looks at an uncompiled step
@@ -286,9 +278,17 @@ def test_a_captured_tensor_that_requires_grad_is_refused(traced: list[int]) -> N
             bda.hypergradient(*args, steps=4, lr=0.1, adjoint=adjoint, compile=True)
 
 
-def test_unknown_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match='"reverse" or "mixed"; got \'fast\''):
+def test_anything_but_true_or_false_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be True or False; got 'fast'"):
         counterexample(compile="fast")
+
+
+@pytest.mark.parametrize("mode", ["reverse", "mixed"])
+def test_modes_of_earlier_versions_are_deprecated(mode: str, traced: list[int]) -> None:
+    want = counterexample(compile=True)
+    with pytest.warns(DeprecationWarning, match="is compile=True"):
+        found = counterexample(compile=mode)
+    assert torch.equal(found.grad, want.grad)
 
 
 def test_second_derivative_of_a_compiled_hypergradient(traced: list[int]) -> None:
@@ -326,7 +326,7 @@ def trees_of_tasks(count: int, **options: Any) -> Any:
     y0 = {"y": torch.zeros(3, dtype=torch.float64)}
     return bda.hypergradient(
         lambda y, x, b: ((y["y"] - x["a"][0] * b - x["a"][1]["b"]) ** 2).sum(), lambda y, x, b: y["y"].sum(), y0, hyper,
-        steps=2, batches=[tasks] * 2, tasks=count, compile="reverse", **options,
+        steps=2, batches=[tasks] * 2, tasks=count, compile=True, **options,
     )  # fmt: skip
 
 
@@ -337,7 +337,7 @@ def head_of_tasks() -> Any:
     data = torch.randn(2, 5, 4), torch.randint(0, 3, (2, 5))
     fmodel = inner.unroll(
         model, lambda net, x, b: F.cross_entropy(net(b[0]), b[1]), steps=2, batches=[data] * 2, tasks=2,
-        compile="reverse",
+        compile=True,
     )  # fmt: skip
     return fmodel.losses(lambda net, x, b: F.cross_entropy(net(b[0]), b[1]), None, data).sum().backward()
 
@@ -356,7 +356,7 @@ HEADED = Headed(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
         lambda: trees_of_tasks(2, lr=torch.tensor(0.1), alpha=bda.harmonic(torch.tensor(0.5))),
         lambda: trees_of_tasks(2, lr=0.1, prox=bda.prox.l1(lambda x: x["a"][0])),
         head_of_tasks,
-        lambda: counterexample(6, alpha=bda.harmonic(torch.tensor(0.5)), compile="reverse"),
+        lambda: counterexample(6, alpha=bda.harmonic(torch.tensor(0.5)), compile=True),
     ],
     ids=["trees", "learned settings", "prox", "head", "counter-example"],
 )
@@ -392,7 +392,7 @@ def test_really_compiled() -> None:
     """The only test here that compiles: a module, both levels, Adam."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="compile=True")
-        got = module_problem(lambda: nn.Linear(4, 3), (4,), rule=torch.optim.Adam, compile="reverse")
+        got = module_problem(lambda: nn.Linear(4, 3), (4,), rule=torch.optim.Adam, compile=True)
     close(got, module_problem(lambda: nn.Linear(4, 3), (4,), rule=torch.optim.Adam))
 
 
@@ -493,7 +493,7 @@ def test_a_missing_cotangent_is_not_a_zero(adjoint: Any, traced: list[int]) -> N
     args = (lower, lambda y, x, b: (y["w"] ** 2).sum(), start, torch.tensor(0.5, dtype=torch.float64))
     want = bda.hypergradient(*args, steps=6, lr=0.1)
     for _ in range(4):
-        close([bda.hypergradient(*args, steps=6, lr=0.1, adjoint=adjoint, compile="reverse").grad], [want.grad])
+        close([bda.hypergradient(*args, steps=6, lr=0.1, adjoint=adjoint, compile=True).grad], [want.grad])
 
 
 def test_a_captured_tensor_that_changes_is_refused(traced: list[int]) -> None:
@@ -503,7 +503,7 @@ def test_a_captured_tensor_that_changes_is_refused(traced: list[int]) -> None:
         return ((y * data).tanh() * x).sum() + (y * y).sum()
 
     for _ in range(2):
-        y = bda.rollout(lower, None, torch.ones(3, dtype=torch.float64), x, steps=8, lr=0.1, compile="reverse")
+        y = bda.rollout(lower, None, torch.ones(3, dtype=torch.float64), x, steps=8, lr=0.1, compile=True)
     data.mul_(2)
     with pytest.raises(RuntimeError, match=r"from the closure of a loss .* was changed in place"):
         torch.autograd.grad(y.sum(), x)
@@ -515,7 +515,7 @@ def test_saved_tensors_are_freed_by_the_backward_pass(traced: list[int]) -> None
     def lower(y: Tensor, x: Tensor, batch: Any) -> Tensor:
         return ((y - x) ** 2).sum().exp()
 
-    y = bda.rollout(lower, None, torch.zeros(3, dtype=torch.float64), x, steps=8, lr=0.01, compile="reverse")
+    y = bda.rollout(lower, None, torch.zeros(3, dtype=torch.float64), x, steps=8, lr=0.01, compile=True)
     replay = y.grad_fn.replay
     assert any(saved is not None for saved in replay._saved.values())
     first = torch.autograd.grad(y.sum(), x, retain_graph=True)

@@ -511,21 +511,6 @@ def test_folder_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert private.cache_folder() == str(tmp_path), "what was measured is written somewhere else"
 
 
-def test_forward_mode_inside_a_backward_pass() -> None:
-    tangents = []
-
-    class Function(Identity):
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            with private.forward_gradients(True), torch.autograd.forward_ad.dual_level():
-                dual = torch.autograd.forward_ad.make_dual(torch.ones(1), torch.ones(1))
-                tangents.append(torch.autograd.forward_ad.unpack_dual(dual.exp()).tangent)
-            return grad
-
-    Function.apply(torch.ones(1, requires_grad=True)).backward()
-    assert tangents[0] is not None, "compiled steps are pulled back in mixed mode without tangents"
-
-
 def test_products_by_onednn() -> None:
     if not private.has_onednn_linear():
         pytest.skip("this torch has no oneDNN")

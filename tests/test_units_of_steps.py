@@ -48,7 +48,7 @@ def test_a_choice_is_made_once(tmp_path: Path) -> None:
     assert decisions.Decisions("a problem").get("steps", refuse, fixed=refuse) == 7  # another process
     assert decisions.Decisions("another problem").get("steps", lambda: 3, fixed=refuse) == 3
     both = decisions.Decisions("a problem")
-    both.get("mode", lambda: "mixed", fixed=str)
+    both.get("mode", lambda: "another", fixed=str)
     assert decisions.Decisions("a problem").get("steps", refuse, fixed=refuse) == 7
     assert len(list((tmp_path / "bda_optim").iterdir())) == 2
 
@@ -134,7 +134,7 @@ def test_two_programs_whatever_k_and_adjoint(adjoint: Any, momentum: float, trac
     """Also where a cotangent is missing, as that of the last momentum is, and where K is no multiple of the unit."""
     for steps in (9, 10, 13):
         options = {"steps": steps, "adjoint": adjoint, "momentum": momentum}
-        torch.testing.assert_close(problem(**options, compile="reverse"), problem(**options), rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(problem(**options, compile=True), problem(**options), rtol=1e-12, atol=1e-13)
     (engine,) = next(iter(cache._engines.values())).values()
     assert len(traced) == 2 and len(engine.sizes) == 1 and not engine.programs
 
@@ -165,7 +165,7 @@ def test_buffers_need_no_third_program(traced: list[Any]) -> None:
     data = torch.randn(8, 4, dtype=torch.float64), torch.randint(0, 3, (8,))
     loss = lambda net, x, b: F.cross_entropy(net(b[0]), b[1])  # noqa: E731
     grads = []
-    for compile in (False, "reverse"):
+    for compile in (False, True):
         fmodel = inner.unroll(model, loss, steps=7, batches=[data] * 7, compile=compile, copy_initial_weights=False)
         grads.append([*torch.autograd.grad(loss(fmodel, None, data), list(model.parameters())), *fmodel.buffers()])
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-9, atol=1e-11)

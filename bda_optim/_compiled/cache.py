@@ -44,7 +44,6 @@ class Engine:
         most: The maximum number of steps per call.
         sizes: The numbers of steps per call that are in use.
         pulled: Whether there is a backward pass, so that steps are compiled together with their pull-back.
-        mode: How its adjoint is computed.
         exact: Whether a cotangent that is missing may not be replaced by zeros.
         misses: How often in a row zeros in its place gave numbers that are not finite.
         inspected: Whether it is known what its steps depend on.
@@ -62,7 +61,6 @@ class Engine:
         self.most: int | None = None
         self.sizes: list[int] = []
         self.pulled = False
-        self.mode: str | None = None
         self.exact = False
         self.misses = 0
         self.inspected = False
@@ -119,12 +117,12 @@ class _Recent:
 _recent: weakref.WeakKeyDictionary[Any, _Recent] = weakref.WeakKeyDictionary()
 
 
-def engine_of(step: BDAStep, mode: str, devices: Sequence[torch.device] = ()) -> tuple[Engine, list[Tensor]]:
+def engine_of(step: BDAStep, devices: Sequence[torch.device] = ()) -> tuple[Engine, list[Tensor]]:
     """Return the engine of a step on some devices beside the CPU, and the tensors that its functions hold."""
     update = step.update
     groups = [(group.members, _without_numbers(group.settings.unfilled())) for group in update.groups]
     parts = (step.lower, step.upper, step.objective, step.hyper, update.rule, groups, update.tasks)
-    return engine_for(step.lower, (*parts, step.constant_gradients, mode), devices)
+    return engine_for(step.lower, (*parts, step.constant_gradients), devices)
 
 
 def engine_for(loss: Any, parts: tuple[Any, ...], devices: Sequence[torch.device] = ()) -> tuple[Engine, list[Tensor]]:

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._adjoints.base import Cotangents, fresh, pull_back
+from .._adjoints.base import fresh, pull_back
 from .._adjoints.tangents import Tangents, push_forward
 from .._step.aggregation import at_step
-from .._step.gradients import add
 from .._step.step import BDAStep
 from .._support.tree import detach, replace_tensors, tensors
 from .._support.types import Item, Record
-from .mixed_mode import pull_mixed
 from .program import Function
 from .records import joined_losses
 from .units import Form, is_number
@@ -55,16 +53,13 @@ class Functions:
 
         return sweep
 
-    def pull(
-        self, form: Form, wanted: Sequence[bool], where: Sequence[bool], *, mixed: bool, whole: bool = False
-    ) -> Function:
+    def pull(self, form: Form, wanted: Sequence[bool], where: Sequence[bool], *, whole: bool = False) -> Function:
         """Return the vector-Jacobian product of the steps.
 
         Args:
             form: The form of the batches.
             wanted: Which tensors of hyper it is wanted for.
             where: Which tensors of the new state have a cotangent.
-            mixed: Whether it is computed in mixed mode.
             whole: Whether it follows the results of `sweep`.
         """
         count = self._count
@@ -77,9 +72,6 @@ class Functions:
             hyper = [h.detach().requires_grad_(w) for h, w in zip(flat[count:], wanted, strict=False)]
             rest = flat[count + len(hyper) : len(flat) - ends]
             start = replace_tensors(self._state, leaves)
-            if mixed:
-                known = self.sweep(form)(*flat[: len(flat) - ends]) if whole else []
-                return known + self._pull_mixed(form, detach(start), hyper, rest, cotangents)
             with torch.enable_grad():
                 now, records = self._apply(form, start, hyper, rest)
             known = [*detach(tensors(now)), *joined_losses(records)] if whole else []
@@ -117,24 +109,6 @@ class Functions:
             state, record = self._step.apply(state, hyper, item, resolve(hyper))
             records.append(record)
         return state, records
-
-    def _pull_mixed(
-        self, form: Form, state: Any, hyper: Sequence[Tensor], rest: Sequence[Tensor], cotangents: Cotangents
-    ) -> list[Tensor | None]:
-        """Pull cotangents back through the steps, each in mixed mode."""
-        way: list[Any] = []
-        total: list[Tensor | None] = [None] * len(hyper)
-        for item, resolve in self._resolved(form, rest):
-            way.append((state, item, resolve))
-            if len(way) < len(form.modes):
-                with torch.no_grad():
-                    state, _ = self._step.apply(state, hyper, item, resolve(hyper))
-        for state, item, resolve in reversed(way):
-            pulled = pull_mixed(self._step, state, hyper, item, resolve, cotangents)
-            count = len(pulled) - len(hyper)
-            cotangents = pulled[:count]
-            total = add(total, pulled[count:])
-        return [*cotangents, *total]
 
     def _resolved(self, form: Form, rest: Sequence[Tensor]) -> Iterator[tuple[Item, Callable[..., Any]]]:
         """Yield each item, and what gives its settings and weights, with all that may change as tensors."""

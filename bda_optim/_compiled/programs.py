@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from .._context.environment import Ambient
 from .._step.step import BDAStep
 from .._support.checks import user_level
 from .._support.tensors import layout
-from .._support.torch_private import forward_gradients
 from .cache import Engine
 from .decisions import Decisions
 from .failure import reason
@@ -55,7 +53,6 @@ class Programs:
         captured: The tensors of closures.
         where: Which tensors of the state can have a cotangent.
         wanted: Which tensors of hyper require grad.
-        mode: How the adjoint is to be computed: "auto", "reverse" or "mixed".
     """
 
     def __init__(
@@ -66,7 +63,6 @@ class Programs:
         captured: Sequence[Tensor],
         where: Sequence[bool],
         wanted: tuple[bool, ...],
-        mode: str,
     ) -> None:
         self._step = step
         self._functions = functions
@@ -74,7 +70,6 @@ class Programs:
         self._captured = captured
         self._where = where
         self._wanted = wanted
-        self._mode = mode
 
     def most_steps(self, part: Part, values: Sequence[Tensor], hyper: Sequence[Tensor]) -> int:
         """Return how many steps should share a call, so that calls take a small share of the time."""
@@ -106,7 +101,7 @@ class Programs:
         shapes = [layout(t) for t in (*flat, *self._captured)]
         rule = (step.update.rule.name, step.update.tasks, form.modes, step.constant_gradients)
         limits = (_MOST_STEPS, _MOST_OPERATIONS, _CALL, _OPERATION, _SHARE)
-        return Decisions(f"graph {codes} {shapes} {rule} {self._mode} {limits}")
+        return Decisions(f"graph {codes} {shapes} {rule} {limits}")
 
     def pair(self, part: Part, values: Sequence[Tensor], hyper: Sequence[Tensor]) -> Pair | None:
         """Return a program of the steps and its pull-back; None if they are not compiled together."""
@@ -121,8 +116,7 @@ class Programs:
             ambient = Ambient(values)
             before = ambient.rng()
             try:
-                # This runs inside of an autograd function, which disables forward mode.
-                with engine.compiling(), forward_gradients(True):
+                with engine.compiling():
                     engine.pairs[key] = self._built_pair(part, values, hyper)
             except Exception:  # the two programs are tried one by one then, and what is wrong is reported
                 engine.pairs[key] = None
@@ -141,8 +135,7 @@ class Programs:
             if there
         ]
         flat = _flat(part, values, hyper)
-        mixed = self._is_mixed(part.form, self._where, [*flat, *tangents])
-        joint = self._functions.pull(part.form, self._wanted, self._where, mixed=mixed, whole=True)
+        joint = self._functions.pull(part.form, self._wanted, self._where, whole=True)
         return build_pair(
             joint, flat, tangents, state=len(values), first=len(values) + 2, captured=self._captured,
             choices=self._engine.choices,
@@ -172,7 +165,7 @@ class Programs:
         before = ambient.rng()
         try:
             with engine.compiling():
-                function = self._function_of(kind, part.form, where, flat)
+                function = self._function_of(kind, part.form, where)
                 program, want = build(function, flat, self._captured, engine.choices)
             result = program(flat, program.extra(self._captured))
             same = agree(result, want)
@@ -187,36 +180,13 @@ class Programs:
         engine.programs[key] = program
         return result
 
-    def _function_of(self, kind: str, form: Form, where: Sequence[bool], flat: Sequence[Tensor]) -> Function:
+    def _function_of(self, kind: str, form: Form, where: Sequence[bool]) -> Function:
         """Return what a program of a kind computes."""
         if kind == "sweep":
             return self._functions.sweep(form)
         if kind == "push":
             return self._functions.push(form, where)
-        return self._functions.pull(form, self._wanted, where, mixed=self._is_mixed(form, where, flat))
-
-    def _is_mixed(self, form: Form, where: Sequence[bool], flat: Sequence[Tensor]) -> bool:
-        """Whether the adjoint is computed in mixed mode: as asked for, or as a measurement of both says."""
-        if self._engine.mode is None:
-            modes = ("reverse", "mixed")
-            pulls = {m: self._functions.pull(form, self._wanted, where, mixed=m == "mixed") for m in modes}
-            ambient = Ambient(flat)
-            before = ambient.rng()
-            pulls["reverse"](*flat)
-            draws = ambient.has_drawn(since=before)
-            ambient.set_rng(before)
-            if draws and self._mode == "mixed":
-                warnings.warn(
-                    'compile="mixed" evaluates a loss twice, and this one draws random numbers; it runs in '
-                    '"reverse" mode instead.',
-                    stacklevel=user_level(),
-                )
-            if draws or self._mode != "auto":
-                self._engine.mode = "reverse" if draws else self._mode
-            else:
-                decisions = self._decisions(form, flat)
-                self._engine.mode = decisions.get("mode", lambda: _fastest(pulls, flat), fixed=lambda: "reverse")
-        return self._engine.mode == "mixed"
+        return self._functions.pull(form, self._wanted, where)
 
     def _give_up(self, reason: str) -> None:
         """Run this problem uncompiled from now on, and say so."""
@@ -227,17 +197,6 @@ class Programs:
 def _flat(part: Part, values: Sequence[Tensor], hyper: Sequence[Tensor]) -> list[Tensor]:
     """Return the arguments of a program, without cotangents."""
     return [t.detach() for t in (*values, *hyper, *part.form.tensors, part.rows)]
-
-
-def _fastest(functions: dict[str, Function], inputs: Sequence[Tensor]) -> str:
-    """Measure functions, uncompiled and in turns, and return the name of the fastest."""
-    times = dict.fromkeys(functions, math.inf)
-    for name in (*functions, *functions, *functions):
-        try:
-            times[name] = min(times[name], _seconds(functions[name], inputs, rounds=1))
-        except (RuntimeError, NotImplementedError):  # not every operation has a forward derivative
-            continue
-    return min(times, key=lambda name: times[name])
 
 
 def _seconds(function: Function, inputs: Sequence[Tensor], rounds: int = 5) -> float:

@@ -67,7 +67,7 @@ class CompiledStep(Step):
 
     single = False
 
-    def __init__(self, step: BDAStep, state: Any, hyper: Sequence[Tensor], mode: str = "auto") -> None:
+    def __init__(self, step: BDAStep, state: Any, hyper: Sequence[Tensor]) -> None:
         """Find the engine of the problem, which earlier rollouts may have left; `state` and `hyper` are examples."""
         super().__init__(step)
         self._step = step
@@ -76,15 +76,14 @@ class CompiledStep(Step):
         self._where = [is_differentiable(t) for t in tensors(state)]
         self._hyper = hyper
         self._wanted = tuple(h.requires_grad for h in hyper)
-        self._mode = mode
-        self._engine, self._captured = engine_of(step, mode, accelerators(tensors(state)))
+        self._engine, self._captured = engine_of(step, accelerators(tensors(state)))
         self._functions = Functions(step, self._state, hyper)
-        self._programs = Programs(step, self._functions, self._engine, self._captured, self._where, self._wanted, mode)
+        self._programs = Programs(step, self._functions, self._engine, self._captured, self._where, self._wanted)
         self._device = tensors(state)[0].device
 
     def first_order(self) -> CompiledStep:
         """Return the same step with the gradients of both losses treated as constants."""
-        other = CompiledStep(self._step.first_order(), self._state, self._hyper, self._mode)
+        other = CompiledStep(self._step.first_order(), self._state, self._hyper)
         other._differentiated = self._differentiated
         return other
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch._C import _autograd, _functorch
 from torch.autograd import forward_ad
-from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
 from torch.overrides import has_torch_function
@@ -37,10 +36,6 @@ R = TypeVar("R")
 # `weight_norm` and `spectral_norm` make instances, and the classes have no other name.
 WeightNorm = _WeightNorm
 SpectralNorm = _SpectralNorm
-
-# Switches forward-mode differentiation back on inside an autograd function, which disables it. Since 2.0; no public
-# alternative.
-forward_gradients = _set_fwd_grad_enabled
 
 
 # Trees.

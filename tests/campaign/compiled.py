@@ -1,9 +1,8 @@
 """Random configurations, really compiled, against a naive loop.
 
-The configurations are those of `draw.py` that a compiled rollout can take; how each is compiled is drawn apart, so that
-the frozen list stays as it is. Each runs twice: the first rollout compiles, measures and compares, the second one finds
-programs, numbers and plans again. F, y_K and the hypergradient of both must equal those of `naive.unroll` leaf by leaf.
-(Finite differences of the same configurations are taken by the part `fuzz`.)
+The configurations are those of `draw.py` that a compiled rollout can take. Each runs twice: the first rollout compiles,
+measures and compares, the second one finds programs, numbers and plans again. F, y_K and the hypergradient of both must
+equal those of `naive.unroll` leaf by leaf. (The part `fuzz` compares the same configurations with differences.)
 
 A configuration counts as compiled if its programs ran: where the package fell back to uncompiled steps, with a warning
 that says why, it is listed by number and reason.
@@ -20,7 +19,6 @@ import collections
 import contextlib
 import dataclasses
 import json
-import random
 import subprocess
 import time
 import warnings
@@ -38,19 +36,17 @@ from . import fuzz, naive, package, registry
 from .draw import Config, draw
 from .problem import Problem
 
-MODES = ("trace", "trace", "reverse", "mixed")  # "trace" is compile=True
 BOUNDED_SEED, BOUNDED = 3, 4  # what the ordinary tests run
 LARGEST = 300  # operations of a call with its pull-back
 EVERY = 5  # configurations, after which progress is written
 
 
 def draw_compiled(seed: int, number: int) -> Config | None:
-    """Return the configuration of a number with a mode of compilation; None if it cannot be compiled."""
+    """Return the configuration of a number, to be compiled; None if that cannot be done."""
     config = draw(seed, number)
     if config.style == "innerloop" or config.adjoint == "Guarded" or config.spoil:
         return None
-    dice = random.Random(f"{seed}:{number}:compiled")
-    return dataclasses.replace(config, compile=dice.choice(MODES), dtype="float64", chunk=None)
+    return dataclasses.replace(config, compile="trace", dtype="float64", chunk=None)
 
 
 class TooLarge(BaseException):

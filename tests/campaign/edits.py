@@ -118,8 +118,8 @@ EDITS: dict[str, Edit] = {
         "(tangent.reshape(len(tangent), -1) @ cotangent.reshape(-1)).real",
         "tests/test_adjoint.py -k complex",
     ),
-    "mixed mode forgets a loss": Edit(
-        "_adjoints/stages.py", "at_points = add(at_points, by_points)", "at_points = by_points", "tests/test_engine.py -k compiled_modules"
+    "steps in parts forget a loss": Edit(
+        "_adjoints/stages.py", "at_points = add(at_points, by_points)", "at_points = by_points", "tests/test_accumulate.py"
     ),
     "wrong compiled numbers pass": Edit(
         "_compiled/program.py", "            return False\n", "            pass\n", "tests/test_engine.py -k wrong_numbers"

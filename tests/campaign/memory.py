@@ -87,7 +87,7 @@ class Problem:
         batches = None if tasks is None else [torch.ones(tasks)] * 2
         bda.hypergradient(
             lambda y, x, b: ((y - x) ** 2).sum() * (1.0 if b is None else b), lambda y, x, b: y.sum(),
-            self.y["a"], self.x, steps=2, lr=0.1, adjoint=adjoint, tasks=tasks, batches=batches, compile="reverse",
+            self.y["a"], self.x, steps=2, lr=0.1, adjoint=adjoint, tasks=tasks, batches=batches, compile=True,
         )  # fmt: skip
 
     def compat(self, track: bool = True) -> None:

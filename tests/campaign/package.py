@@ -92,7 +92,7 @@ def _arguments(problem: Problem) -> dict[str, Any]:
 
 
 def _compile(problem: Problem) -> Any:
-    return {"": False, "trace": True}.get(problem.config.compile, problem.config.compile)
+    return bool(problem.config.compile)  # the frozen list has the names of modes that there were
 
 
 def _optimizer(problem: Problem) -> bda.BDAInnerOptimizer:
