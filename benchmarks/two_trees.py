@@ -5,6 +5,40 @@
 FOLDER is a checkout of the version to compare with. The two alternate, in two processes on the same core, and run the
 workloads of this checkout. The figure is the median of the ratios of neighbouring runs, with the interval that a
 bootstrap gives it.
+
+Latest output (version 0.1, 79bfe52, --rounds 30, on a core of its own; another program ran on the other):
+
+2026-11-18; x86_64, 2 cores, CPU, one thread, float32; torch 2.13.0+cpu, higher 0.2.1, torchopt 0.7.3, jax 0.10.2,
+boat-torch 1.1.1, learn2learn 0.2.0
+
+                                old, CPU ms     new  new / old            95 %
+unroll, MLP                          101.51   96.65       0.96  0.939 to 0.969
+unroll, MLP, BDA                     212.32  182.74       0.86  0.854 to 0.877
+unroll, softmax regression           463.51  444.01       0.95  0.942 to 0.978
+unroll, conv net                     267.44  179.18       0.68  0.660 to 0.705
+unroll, transformer                  230.33  237.04       1.03  0.991 to 1.044
+unroll, counter-example               12.99   10.36       0.79  0.756 to 0.800
+unroll, MLP of 24 units                4.76    4.57       0.93  0.890 to 0.981
+innerloop_ctx, MLP of 24 units         4.58    4.18       0.93  0.887 to 0.965
+innerloop_ctx, conv net              281.18  207.39       0.74  0.695 to 0.752
+compat.higher, MLP                   111.09  111.91       1.01  0.983 to 1.033
+compat.higher, MLP of 24 units         4.38    4.49       1.02  0.974 to 1.046
+compat.higher, conv net              296.44  209.39       0.70  0.688 to 0.731
+compat.higher, counter-example        18.14   17.21       0.90  0.850 to 1.020
+
+reached  unroll, MLP: new / old, end of its interval: 0.969 (<= 1.05)
+reached  unroll, MLP, BDA: new / old, end of its interval: 0.877 (<= 1.05)
+reached  unroll, softmax regression: new / old, end of its interval: 0.978 (<= 1.05)
+reached  unroll, conv net: new / old, end of its interval: 0.705 (<= 1.05)
+reached  unroll, transformer: new / old, end of its interval: 1.04 (<= 1.05)
+reached  unroll, counter-example: new / old, end of its interval: 0.8 (<= 1.05)
+reached  unroll, MLP of 24 units: new / old, end of its interval: 0.981 (<= 1.05)
+reached  innerloop_ctx, MLP of 24 units: new / old, end of its interval: 0.965 (<= 1.05)
+reached  innerloop_ctx, conv net: new / old, end of its interval: 0.752 (<= 1.05)
+reached  compat.higher, MLP: new / old, end of its interval: 1.03 (<= 1.05)
+reached  compat.higher, MLP of 24 units: new / old, end of its interval: 1.05 (<= 1.05)
+reached  compat.higher, conv net: new / old, end of its interval: 0.731 (<= 1.05)
+reached  compat.higher, counter-example: new / old, end of its interval: 1.02 (<= 1.05)
 """
 
 from __future__ import annotations
