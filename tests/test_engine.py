@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import bda_optim as bda
 from bda_optim._compiled import cache, inductor, matmul, partition, program
 from bda_optim._compiled import programs as compiled_programs
+from bda_optim._support import torch_private
 
 EXACT = [*problems.EXACT, bda.Checkpointed(every=2), bda.Truncated(last=100, within=bda.Checkpointed())]
 
@@ -653,3 +654,29 @@ def test_a_step_that_cannot_be_compiled_draws_as_one_that_was_never_tried(
     with pytest.warns(UserWarning, match="other numbers than the uncompiled one"):
         got = rolled(compile=True)
     close(list(got), list(rolled()))
+
+
+@pytest.mark.slow
+def test_weight_decay_of_a_linear_layer_is_compiled(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor of torch 2.13 loses `alpha` in the sum of a product of matrices and another tensor."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    y0, data = torch.randn(3, 2, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    x = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    args = (lambda y, x, b: x * (data @ y).sin().sum(), lambda y, x, b: y.square().sum(), y0, x)
+    settings = {"steps": 4, "lr": 0.1, "weight_decay": 0.1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = bda.hypergradient(*args, compile=True, **settings).grad
+    close([found], [bda.hypergradient(*args, **settings).grad])
+
+
+def test_a_weighted_sum_is_spelled_out() -> None:
+    x, y = torch.randn(3), torch.randn(3)
+    graph = torch_private.trace_graph(lambda x, y: [torch.add(x, y, alpha=0.1), torch.add(x, y), x.add(2.0)], [x, y])
+    want = graph(x, y)
+    inductor.scale_terms(graph)
+    graph.recompile()
+    assert "alpha" not in graph.code and graph.code.count("aten.mul.Tensor") == 1
+    for a, b in zip(graph(x, y), want, strict=True):
+        torch.testing.assert_close(a, b)

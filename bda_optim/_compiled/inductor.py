@@ -85,6 +85,24 @@ def reshape_views(graph: GraphModule) -> None:
         node.target = aten.reshape.default
 
 
+def scale_terms(graph: GraphModule) -> None:
+    """Write ``add(x, y, alpha=a)`` as ``x + a y``: Inductor loses `alpha` where x or y is a product of matrices.
+
+    So it is in torch 2.13, where weight decay after a linear layer would be compiled with a decay of 1. The first
+    comparison noticed, and the step ran uncompiled.
+    """
+    aten = torch.ops.aten
+    for node in graph.graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        alpha = node.kwargs.get("alpha", 1)
+        if alpha == 1 or not hasattr(node.args[1], "meta"):
+            continue
+        left, right = node.args
+        with graph.graph.inserting_before(node):
+            scaled = graph.graph.call_function(aten.mul.Tensor, (right, alpha))
+        scaled.meta = dict(right.meta)
+        node.args, node.kwargs = (left, scaled), {}
+
+
 def _compile(graph: GraphModule, inputs: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
     # torch leaves the tables of lowerings and decompositions out of the key of its cache.
     with torch.no_grad(), one_source(), torch_private.tagged_cache(f"bda_optim {TABLES.digest()}"):

@@ -17,7 +17,7 @@ from .._support.tree import detach
 from .compiling import Choices
 from .failure import reads_a_value
 from .functional import functional
-from .inductor import compile_graph, reshape_views
+from .inductor import compile_graph, reshape_views, scale_terms
 from .matmul import narrow, spell_out
 from .partition import draws_numbers, partition
 from .pooling import pool_with_channels_last
@@ -176,6 +176,7 @@ def _compiled(graph: GraphModule, inputs: Sequence[Tensor], choices: Choices) ->
     spell_out(graph)
     narrow(graph)
     pool_with_channels_last(graph)
+    scale_terms(graph)
     reshape_views(graph)
     graph.recompile()
     return compile_graph(graph, inputs, choices)
