@@ -47,7 +47,7 @@ MISSED   transformer: cold: 28.9 (<= 20)
 MISSED   transformer: second process: 4.16 (<= 4)
 
 Most of a cold call is Inductor in Python, 25 ms per operation of the two programs, and the C++ compiler. The heads have
-three programs: two for the steps and one for the losses with its pull-back.
+four programs: for the steps, for the losses, and for the pull-backs of both.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -322,3 +323,24 @@ def test_the_rates_are_those_that_were_chosen(choice: ModuleType, example: Modul
         assert (method.lower_lr, method.x_lr) == (example.METHODS["RHG"].lower_lr, example.METHODS["RHG"].x_lr)
     reported = {cell["seed"] for path in RESULTS for cell in json.loads(path.read_text())["cells"]}
     assert not reported & set(results["settings"]["seeds"])
+
+
+def test_the_page_says_what_was_recorded_of_mnist(example: ModuleType) -> None:
+    results = json.loads((ROOT / "examples" / "results" / "hyper_cleaning_mnist.json").read_text())
+    report = importlib.import_module("_cleaning_report")
+    found = {
+        (key, name, k): statistics.mean(values)
+        for key in ("accuracy", "lower_only", "f1", "retrained", "upper")
+        for name, row in report.rows(results, key).items()
+        for k, values in row.items()
+    }
+    accuracy = {(name, k): value for (key, name, k), value in found.items() if key == "accuracy"}
+    assert abs(accuracy["RHG", 50] - 88.96) < 0.3 and accuracy["BDA", 50] >= 89.1 and accuracy["BDA", 200] >= 90.2
+    for k in (50, 100, 200):
+        assert len([cell for cell in results["cells"] if cell["steps"] == k]) == 3 * len(example.METHODS)
+        assert accuracy["T-RHG", k] < accuracy["RHG", k] < accuracy["BDA", k] < accuracy["RHG+val", k]
+        assert 0.3 <= accuracy["BDA", k] - accuracy["RHG", k] < 0.65
+        assert all(abs(accuracy[name, k] - report.PAPER[name][k]) < 0.315 for name in ("RHG", "BDA"))
+        assert found["f1", "RHG", k] < found["f1", "BDA", k] < found["f1", "RHG+val", k]
+        assert found["lower_only", "BDA", k] < found["lower_only", "RHG", k]
+        assert abs(found["retrained", "BDA", k] - found["retrained", "RHG", k]) < 0.15
