@@ -44,8 +44,8 @@ PROCESSOR = _Processor()
 
 _OPTIONS: dict[str, Any] = {
     "fallback_random": True,  # as uncompiled code draws, so that both can be compared
-    "layout_optimization": False,  # activations copied to channels last, and back: 1.2 of the time of a conv net
-    "size_asserts": False,  # programs are found by the layout of what they are given
+    "layout_optimization": False,  # activations copied to channels last, and back: 1.29 times as long on a conv net
+    "size_asserts": False,  # programs are found by the layout of what they are given; 1.08 times as long with them
 }
 
 

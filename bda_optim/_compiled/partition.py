@@ -1,4 +1,8 @@
-"""A step and its pull-back as one graph, divided so that the second half need not do the work of the first again."""
+"""A step and its pull-back as one graph, divided so that the second half need not do the work of the first again.
+
+Compiled apart from each other, they take 4.6 times as long on the counter-example, 1.9 times on an MLP and 1.7 times on
+a conv net (`benchmarks/passes.py`).
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ _MOST_STEPS, _MOST_OPERATIONS = 10, 200
 """How many steps share a call at most, and about how many operations; compilation takes longer than in proportion.
 
 With 500 operations the first call of 32 heads takes 13.5 s instead of 9.8, the next ones as long; those of the
-counter-example take 0.95 of the time, and the first 7.1 s instead of 5.9.
+counter-example take 0.95 of the time, and the first 7.1 s instead of 5.9. With one step per call the counter-example
+takes 1.5 times as long (`benchmarks/passes.py`).
 """
 
 _SMALL = 20_000
