@@ -344,3 +344,17 @@ def test_the_page_says_what_was_recorded_of_mnist(example: ModuleType) -> None:
         assert found["f1", "RHG", k] < found["f1", "BDA", k] < found["f1", "RHG+val", k]
         assert found["lower_only", "BDA", k] < found["lower_only", "RHG", k]
         assert abs(found["retrained", "BDA", k] - found["retrained", "RHG", k]) < 0.15
+    seed = {
+        name: {cell["steps"]: cell for cell in results["cells"] if (cell["method"], cell["seed"]) == (name, 3)}
+        for name in example.METHODS
+    }
+    falls = {name: seed[name][200]["accuracy"] - seed[name][800]["accuracy"] for name in seed}
+    assert {name: round(fall, 1) for name, fall in falls.items()} == {
+        "RHG": 0.5,
+        "T-RHG": 0.6,
+        "BDA": 0.5,
+        "RHG+val": -0.1,
+    }
+    for name, change in (("RHG", -0.9), ("T-RHG", -1.4), ("BDA", -1.4)):
+        assert round(report.value(seed[name][800], "change"), 1) == change
+        assert seed[name][800]["upper"] > seed[name][400]["upper"]
