@@ -358,3 +358,11 @@ def test_the_page_says_what_was_recorded_of_mnist(example: ModuleType) -> None:
     for name, change in (("RHG", -0.9), ("T-RHG", -1.4), ("BDA", -1.4)):
         assert round(report.value(seed[name][800], "change"), 1) == change
         assert seed[name][800]["upper"] > seed[name][400]["upper"]
+
+
+def test_the_order_of_the_methods_on_fashion_mnist(example: ModuleType) -> None:
+    results = json.loads((ROOT / "examples" / "results" / "hyper_cleaning_fashion_mnist.json").read_text())
+    rows = importlib.import_module("_cleaning_report").rows(results, "accuracy")
+    for k in (50, 200):
+        order = [statistics.mean(rows[name][k]) for name in ("T-RHG", "RHG", "BDA", "RHG+val")]
+        assert order == sorted(order) and all(len(rows[name][k]) == 2 for name in rows)
