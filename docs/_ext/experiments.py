@@ -53,12 +53,17 @@ def _few_shot(found: Any) -> str:
     return f"{title}\n\n{script('few_shot').table(found)}"
 
 
+def _cleaning(found: Any) -> str:
+    name = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}[found["settings"]["dataset"]]
+    return f"**{name}**:\n\n{script('hyper_cleaning').tables(found)}"
+
+
 RENDERERS: dict[str, Callable[[Any], str]] = {
     "choice_hyper_cleaning": lambda found: script("hyper_cleaning_choice").table(found),
     "diagnosis": lambda found: script("diagnosis").table(found["problems"]),
     "distillation": lambda found: script("distillation").table(found),
     "few_shot": _few_shot,
-    "hyper_cleaning": lambda found: script("hyper_cleaning").tables(found),
+    "hyper_cleaning": _cleaning,
     "hyperopt": lambda found: script("_hyperopt_report").table(found),
     "language_model": lambda found: script("_language_report").table(found),
     "lasso": _lasso,
