@@ -3,7 +3,7 @@
     python -m benchmarks.adjoints
 
 Latest output (15 rounds, ForwardMode 2; nothing else ran on the machine; before a compiled pull-back took over the
-work of its step, and Checkpointed() dropped states on the way: memory_vs_k.py has these):
+work of its step, and Checkpointed() dropped states on the way: memory_vs_k.py has these; the two modes are one now):
 
 2026-11-16; x86_64, 2 cores, CPU, one thread, float32; torch 2.13.0+cpu, higher 0.2.1, torchopt 0.7.3, jax 0.10.2
 

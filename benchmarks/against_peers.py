@@ -140,7 +140,7 @@ Notes:
   0.85 to 0.59; the kernel for pooling also serves uncompiled loops (0.81 to 0.72). Convolutions are half of the rest.
 - In float32 a unit of a ReLU or a max-pooling may change sides by rounding: earlier programs of the net with 75 images
   were off by 0.1, and by 5e-14 in float64.
-- Counter-example: 13 times JAX, which runs the loop inside one program: 0.1 ms, where 32 calls of ours take 1.2 ms.
+- Counter-example: 13 times JAX, which runs the loop inside one program: 0.1 ms, where 32 calls of ours take 1.7 ms.
 - MAML on 24 units: 1.1 times learn2learn, which checks nothing: finite results, operations without a second derivative,
   the module as it was. Most of the difference is the opening of a loop, not its steps.
 """
