@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
+import itertools
 import json
 import re
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +29,7 @@ pytest.importorskip("tqdm")
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "paper" / "few_shot.py"
 RESULTS = sorted((ROOT / "examples" / "results").glob("few_shot_*.json"))
+CHOICES = sorted((ROOT / "examples" / "results").glob("choice_few_shot_*.json"))
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,12 @@ def learner_of(example: ModuleType, settings: Any, method: Any) -> Any:
     torch.manual_seed(1)
     net = example.Conv4((1, 28, 28), (4, 4, 4, 4), settings.ways).double()
     return example.Learner(method, net, settings)
+
+
+def run_of(example: ModuleType, name: str, data: dict[str, Tensor], out: Path) -> Any:
+    """A run that has not begun."""
+    args = type("Args", (), {"device": torch.device("cpu"), "out": out, "resume": False})
+    return example.Run(name, example.METHODS[name], 1, data, example.SMOKE, args)
 
 
 # --- episodes ---------------------------------------------------------------------------------------------------------
@@ -78,9 +87,8 @@ def test_episodes(example: ModuleType, settings: Any, rotate: bool) -> None:
 
 
 def test_the_methods_see_the_same_tasks_and_the_parts_are_disjoint(example: ModuleType, tmp_path: Path) -> None:
-    args = type("Args", (), {"device": torch.device("cpu"), "out": tmp_path, "resume": False})
     data = example.load("made", Path())
-    runs = [example.Run(name, 1, data, example.SMOKE, args) for name in ("maml", "bda")]
+    runs = [run_of(example, name, data, tmp_path) for name in ("maml", "bda")]
     for part in (example.TRAIN, example.VALIDATION, example.TEST):
         first, second = (run.tasks(part, 5, 2) for run in runs)
         assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
@@ -123,8 +131,10 @@ def by_hand(net: Any, task: Any, method: Any, rates: list[Tensor]) -> Tensor:
     for k in range(1, method.steps + 1):
         y = {name: value if value.requires_grad else value.requires_grad_() for name, value in y.items()}
         now = {**params, **y}
-        low = F.cross_entropy(functional_call(net, now, support), support_labels)
-        high = F.cross_entropy(functional_call(net, now, query), query_labels)
+        scores, query_scores = functional_call(net, now, support), functional_call(net, now, query)
+        low, high = F.cross_entropy(scores, support_labels), F.cross_entropy(query_scores, query_labels)
+        if method.joint:
+            low = F.cross_entropy(torch.cat((scores, query_scores)), torch.cat((support_labels, query_labels)))
         g_low = torch.autograd.grad(low, list(y.values()), create_graph=True)
         g_high = torch.autograd.grad(high, list(y.values()), create_graph=True)
         alpha = method.alpha / k if method.decay else method.alpha
@@ -138,7 +148,7 @@ def by_hand(net: Any, task: Any, method: Any, rates: list[Tensor]) -> Tensor:
     return F.cross_entropy(functional_call(net, {**params, **y}, query), query_labels)
 
 
-@pytest.mark.parametrize("name", ["maml", "meta-sgd", "rhg", "t-rhg", "bda"])
+@pytest.mark.parametrize("name", ["maml", "meta-sgd", "rhg", "t-rhg", "bda", "rhg-query"])
 def test_gradient_is_that_of_a_loop_by_hand(example: ModuleType, settings: Any, name: str) -> None:
     method = dataclasses.replace(example.METHODS[name], steps=3)
     learner, tasks = learner_of(example, settings, method), tasks_of(example, settings)
@@ -157,11 +167,11 @@ def test_gradient_is_that_of_a_loop_by_hand(example: ModuleType, settings: Any, 
 def test_the_methods_differ(example: ModuleType, settings: Any) -> None:
     """If two agreed, the truncation or the aggregation would have no effect."""
     tasks, found = tasks_of(example, settings), {}
-    for name in ("rhg", "t-rhg", "bda"):
+    for name in ("rhg", "t-rhg", "bda", "rhg-query"):
         learner = learner_of(example, settings, example.METHODS[name])
         learner.gradient(tasks)
         found[name] = torch.cat([p.grad.flatten() for p in learner.variables])
-    for one, other in (("rhg", "t-rhg"), ("rhg", "bda"), ("t-rhg", "bda")):
+    for one, other in itertools.combinations(found, 2):
         assert (found[one] - found[other]).norm() > 1e-3 * found[one].norm()
 
 
@@ -183,9 +193,8 @@ def test_a_third_set_serves_the_lower_steps_alone(example: ModuleType, settings:
     rhg = learner_of(example, settings, example.METHODS["rhg"]).losses(tasks)
     torch.testing.assert_close(plain, rhg, rtol=1e-10, atol=0)
 
-    args = type("Args", (), {"device": torch.device("cpu"), "out": tmp_path, "resume": False})
     data = example.load("made", Path())
-    first, second = (example.Run(name, 1, data, example.SMOKE, args) for name in ("bda", "bda-third"))
+    first, second = (run_of(example, name, data, tmp_path) for name in ("bda", "bda-third"))
     mine, _ = second.tasks(example.TRAIN, 5, 2).halves(example.SMOKE.ways)
     assert all(torch.equal(a, b) for a, b in zip(first.tasks(example.TRAIN, 5, 2), mine, strict=True))
 
@@ -324,6 +333,51 @@ def test_bad_options_are_refused(
     with pytest.raises(SystemExit):
         example.main()
     assert message in capsys.readouterr().err
+
+
+# --- the choice of network and rates ----------------------------------------------------------------------------------
+
+
+def test_a_choice_reaches_the_methods(example: ModuleType) -> None:
+    choice = example.Choice((4, 4), 0.5, head_lr=0.2, alpha=0.3, maml_lr=0.6, reptile_lr=0.7)
+    rates = {name: (method.lr, method.alpha) for name, method in choice.methods().items()}
+    whole = {"maml": (0.6, 0.0), "meta-sgd": (0.6, 0.0), "reptile": (0.7, 0.0)}
+    plain, aggregated = dict.fromkeys(("rhg", "t-rhg", "rhg-query"), (0.2, 0.0)), ("bda", "bda-third")
+    assert rates == {**whole, **plain, **dict.fromkeys(aggregated, (0.2, 0.3))}
+    settings = choice.settings(ways=20)
+    assert (settings.filters, settings.upper_lr, settings.ways) == ((4, 4), 0.5, 20)
+    assert example.Choice().methods() == example.METHODS and example.Choice().settings() == example.Settings()
+
+
+def test_choice_smoke(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--smoke", "--network-iterations", "1", "--ways", "3", "--out", tmp_path, "--seeds", "5", "6")
+    scripts.run("few_shot_choice", *options)
+    results = json.loads((tmp_path / "made_3way_1shot.json").read_text())
+    choice = importlib.import_module("few_shot_choice")
+    assert choice.table(results) in capsys.readouterr().out
+    assert [len(stage) for stage in results["stages"]] == [3, 3, 4, 3, 3]
+    assert [{row["iterations"] for row in stage} for stage in results["stages"]] == [{1}, *[{2}] * 4]
+    for stage in results["stages"]:
+        best = max(stage, key=lambda row: statistics.mean(row["validation"]))
+        assert all(results["chosen"][key] == value for key, value in best["change"].items())
+    scripts.run("few_shot_choice", *options, "--resume")
+    assert scripts.without_times(json.loads((tmp_path / "made_3way_1shot.json").read_text())) == scripts.without_times(
+        results
+    )
+
+
+@pytest.mark.parametrize("path", CHOICES, ids=lambda path: path.stem)
+def test_the_settings_are_those_that_were_chosen(example: ModuleType, path: Path) -> None:
+    results = json.loads(path.read_text())
+    sizes = results["settings"]["dataset"], results["settings"]["ways"]
+    chosen = example.Choice(**{**results["chosen"], "filters": tuple(results["chosen"]["filters"])})
+    assert example.CHOSEN[sizes] == chosen
+    for run in [json.loads(path.read_text()) for path in RESULTS]:
+        if (run["settings"]["dataset"], run["settings"]["ways"]) == sizes:
+            assert (tuple(run["settings"]["filters"]), run["settings"]["upper_lr"]) == (chosen.filters, chosen.upper_lr)
+            for name, mine in run["methods"].items():
+                assert mine["method"] == dataclasses.asdict(chosen.methods()[name])
+                assert not set(mine["seeds"]) & set(results["settings"]["seeds"])
 
 
 # --- results ----------------------------------------------------------------------------------------------------------

@@ -22,6 +22,11 @@ PAPER = {  # test accuracies in percent: its Tables 3 and 4
 }
 
 
+def title(settings: dict[str, Any]) -> str:
+    names = {"omniglot": "Omniglot", "cifar_fs": "CIFAR-FS", "mini_imagenet": "mini-ImageNet", "made": "made images"}
+    return f"{names[settings['dataset']]}, {settings['ways']}-way {settings['shots']}-shot"
+
+
 def until(curve: Sequence[Sequence[float]], accuracy: float) -> float | None:
     """Return the upper iteration at which the validation accuracy is first reached."""
     return next((iteration for iteration, _, found in curve if found >= accuracy), None)
@@ -32,22 +37,34 @@ def mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if len(known) == len(values) else None
 
 
+def joint(intervals: Sequence[float]) -> float:
+    """Return the interval of the mean over seeds, whose episodes are independent."""
+    return math.sqrt(sum(i * i for i in intervals)) / len(intervals)
+
+
+def over_seeds(leads: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Return the mean lead over the seeds, and its interval."""
+    means, intervals = zip(*leads, strict=True)
+    return sum(means) / len(means), joint(intervals)
+
+
 def table(found: dict[str, Any]) -> str:
     """Return the results in Markdown."""
     settings = found["settings"]
     paper = PAPER.get((settings["dataset"], settings["ways"], settings["shots"]), (None,) * len(COLORS))
-    heads = ("method", "accuracy, %", "paper, %", f"upper iterations until {found['target']:.0%}", "CPU s")
+    heads = ("method", "accuracy, %", "lead over RHG", "paper, %", f"iterations until {found['target']:.0%}", "CPU s")
     lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
-    published_for = dict(zip(COLORS, paper, strict=False))  # the paper has no third set
+    published_for = dict(zip(COLORS, paper, strict=False))  # the paper has no controls
     for name in COLORS:
         if name in found["methods"]:
             published = published_for.get(name)
             mine = found["methods"][name]
-            interval = math.sqrt(sum(i * i for i in mine["interval"])) / len(mine["interval"])
+            lead = mine.get("lead")
             until = mean(mine["until"])
             cells = (
                 mine["method"]["title"],
-                f"{100 * mean(mine['accuracy']):.2f} ± {100 * interval:.2f}",
+                f"{100 * mean(mine['accuracy']):.2f} ± {100 * joint(mine['interval']):.2f}",
+                "" if lead is None else "{:+.2f} ± {:.2f}".format(*(100 * value for value in over_seeds(lead))),
                 "" if published is None else f"{published:.2f}",
                 "not reached" if until is None else f"{until:.0f}",
                 f"{mean(mine['seconds']['cpu']):.0f}",
@@ -64,6 +81,7 @@ COLORS = {  # told apart with any colour vision
     "t-rhg": "#E69F00",
     "bda": "#D55E00",
     "bda-third": "#000000",
+    "rhg-query": "#999999",
 }
 STYLE = {
     "font.size": 11,
@@ -89,7 +107,7 @@ def figure(found: dict[str, Any]) -> Figure:
             style["linestyle"] = "dashed" if mine["method"]["whole"] else "solid"
             left.plot(curve[:, 0], curve[:, 1], **style)
             middle.plot(curve[:, 0], 100 * curve[:, 2], **style)
-            accuracy, interval = 100 * mean(mine["accuracy"]), 100 * mean(mine["interval"])
+            accuracy, interval = 100 * mean(mine["accuracy"]), 100 * joint(mine["interval"])
             right.errorbar(accuracy, place, xerr=interval, color=color, fmt="o", capsize=4)
         middle.axhline(100 * found["target"], color="#999999", linewidth=1)
         right.set(yticks=range(len(names)), yticklabels=titles, ylim=(len(names), -1))
@@ -98,5 +116,25 @@ def figure(found: dict[str, Any]) -> Figure:
         middle.set(xlabel="upper iteration", title="validation accuracy, %")
         right.set(xlabel="%", title=f"test accuracy, {settings['test_episodes']} episodes, 95 % intervals")
         fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
-        fig.suptitle(f"{settings['dataset']}, {settings['ways']}-way {settings['shots']}-shot")
+        fig.suptitle(title(settings))
+    return fig
+
+
+def curves(runs: Sequence[dict[str, Any]]) -> Figure:
+    """Validation loss of every method against the upper iteration, on a logarithmic scale, one panel per run."""
+    with matplotlib.rc_context({**STYLE, "font.size": 9}):
+        rows = math.ceil(len(runs) / 3)
+        fig = Figure(figsize=(10, 3.1 * rows), layout="constrained")
+        panels = fig.subplots(rows, 3, squeeze=False).flatten()
+        for panel, found in zip(panels, runs, strict=False):
+            for name in [name for name in COLORS if name in found["methods"]]:
+                mine = found["methods"][name]
+                points = torch.tensor(mine["curves"]).mean(0)
+                style = "dashed" if mine["method"]["whole"] else "solid"
+                panel.plot(points[:, 0], points[:, 1], style, color=COLORS[name], label=mine["method"]["title"])
+            panel.set(title=title(found["settings"]), xlabel="upper iteration", yscale="log")
+        for panel in panels[len(runs) :]:
+            panel.set_axis_off()
+        panels[0].set(ylabel="validation loss")
+        fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
     return fig

@@ -19,9 +19,9 @@ through which the hypergradient reaches the backbone.
 
 In training BDA's lower steps see the query labels, as its aggregation says. In validation and test they must not: those
 labels are what is to be predicted. There every method, BDA too, adapts to the support set alone (alpha = 0). The paper
-does not say what it does at this point; anything else would read the answers. This is also why alpha has to be small:
-a backbone that is trained for heads which know the query labels may unlearn to do without them. `bda-third` tests that:
-the upper direction of its lower steps has a third set of images, as large as the query set (docs/experiments.md).
+does not say what it does at this point; anything else would read the answers. Two controls ask what the query labels
+do in training's lower steps. `bda-third` has a third set of images there, as large as the query set, for the upper
+direction. `rhg-query` is RHG whose lower loss in training has the query set as well (docs/experiments.md).
 
 The protocol is MAML's, as in the paper. Omniglot's characters are divided at random, and turned by 90, 180 and 270
 degrees they count as further classes. Batch normalisation uses the statistics of the set at hand, support or query, of
@@ -45,12 +45,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import _above  # noqa: F401
 import torch
@@ -58,7 +57,7 @@ import torch.nn.functional as F
 from _episodes import Tasks, draw, load
 from _few_shot_report import TARGETS, figure, table, until
 from _ranks import first, joined, processes
-from _run import Checkpoint, arguments, write_atomically, write_json
+from _run import Checkpoint, arguments, provenance, wait_while_paused, write_atomically, write_json
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -101,6 +100,11 @@ class Method:
     learned_rates: bool = False
     reptile: bool = False
     third: bool = False  # whether the upper direction of the lower steps has images of its own
+    joint: bool = False  # whether the lower loss of training has the query set as well
+
+    @property
+    def control(self) -> bool:
+        return self.third or self.joint
 
 
 METHODS = {
@@ -112,8 +116,35 @@ METHODS = {
     "bda": Method("BDA", whole=False, lr=0.1, steps=5, test_steps=20, alpha=0.05, decay=True),
 }
 METHODS["bda-third"] = dataclasses.replace(METHODS["bda"], title="BDA, third set", third=True)
+METHODS["rhg-query"] = dataclasses.replace(METHODS["rhg"], title="RHG+query", joint=True)
 
 REPTILE_IMAGES = 1  # of each class, per lower step
+
+
+class Choice(NamedTuple):
+    """What few_shot_choice.py chose on validation episodes: the network, and the rates."""
+
+    filters: tuple[int, ...] = Settings.filters
+    upper_lr: float = Settings.upper_lr
+    head_lr: float = METHODS["rhg"].lr  # of RHG, T-RHG and BDA
+    alpha: float = METHODS["bda"].alpha
+    maml_lr: float = METHODS["maml"].lr  # of MAML, and the first rates of Meta-SGD
+    reptile_lr: float = METHODS["reptile"].lr
+
+    def methods(self) -> dict[str, Method]:
+        """Return the methods with these rates."""
+        found = {}
+        for name, method in METHODS.items():
+            lr = self.reptile_lr if method.reptile else self.maml_lr if method.whole else self.head_lr
+            alpha = self.alpha if method.alpha else 0.0
+            found[name] = dataclasses.replace(method, lr=lr, alpha=alpha)
+        return found
+
+    def settings(self, **others: Any) -> Settings:
+        return Settings(filters=self.filters, upper_lr=self.upper_lr, **others)
+
+
+CHOSEN: dict[tuple[str, int], Choice] = {}  # by data set and number of classes
 
 # --- the network ------------------------------------------------------------------------------------------------------
 
@@ -184,6 +215,9 @@ class Learner:
             tasks, others = tasks.halves(self.settings.ways)
         batch = tasks._replace(support=self.features(tasks.support), query=self.features(tasks.query))
         inside = batch._replace(query=self.features(others.query)) if method.third else batch
+        if method.joint:
+            both = torch.cat((batch.support, batch.query), 1), torch.cat((batch.support_labels, batch.query_labels), 1)
+            inside = inside._replace(support=both[0], support_labels=both[1])
         fmodel = self.inner.unroll(
             self.lower_module,
             lower,
@@ -260,13 +294,15 @@ TRAIN, VALIDATION, TEST = range(3)  # every iteration and every part has its own
 class Run:
     """One method with one seed, which goes on from where its checkpoint is."""
 
-    def __init__(self, name: str, seed: int, data: dict[str, Tensor], settings: Settings, args: Any) -> None:
+    def __init__(
+        self, name: str, method: Method, seed: int, data: Mapping[str, Tensor], settings: Settings, args: Any
+    ) -> None:
         self.data, self.settings, self.seed, self.device = data, settings, seed, args.device
         torch.manual_seed(seed)
         net = Conv4(data["train"].shape[2:], settings.filters, settings.ways)
         net.to(args.device, memory_format=torch.channels_last)  # on a CPU twice as fast
-        self.learner = Learner(METHODS[name], net, settings)
-        what = {**dataclasses.asdict(settings), **dataclasses.asdict(METHODS[name]), "method": name, "seed": seed}
+        self.learner = Learner(method, net, settings)
+        what = {**dataclasses.asdict(settings), **dataclasses.asdict(method), "method": name, "seed": seed}
         self.checkpoint = Checkpoint(args.out / "checkpoints" / f"{name}-{seed}.pt", what, resume=args.resume)
         self.state: dict[str, Any] = {"iteration": 0, "wall": 0.0, "cpu": 0.0, "curve": [], "test": None}
         found = self.checkpoint.load()
@@ -296,9 +332,10 @@ class Run:
         losses, accuracies = torch.cat(joined(found), 1)
         return losses, accuracies
 
-    def advance(self, bar: Any) -> None:
-        """Go on to the next validation, and save; after the last one, test."""
+    def train(self, bar: Any) -> None:
+        """Go on to the next validation."""
         state, settings = self.state, self.settings
+        wait_while_paused()
         wall, cpu = time.perf_counter(), time.process_time()
         while state["iteration"] < settings.iterations:
             tasks = self.tasks(TRAIN, state["iteration"], settings.tasks)
@@ -311,13 +348,19 @@ class Run:
         state["cpu"] += time.process_time() - cpu
         losses, accuracies = self.evaluate(VALIDATION, settings.validation_episodes)
         state["curve"].append([state["iteration"], losses.mean().item(), accuracies.mean().item()])
-        if state["iteration"] == settings.iterations:
-            _, accuracies = self.evaluate(TEST, settings.test_episodes)
-            state["test"] = [accuracies.mean().item(), 1.96 * accuracies.std().item() / len(accuracies) ** 0.5]
+
+    def advance(self, bar: Any) -> None:
+        """Go on to the next validation, and save; after the last one, test."""
+        self.train(bar)
+        if self.state["iteration"] == self.settings.iterations:
+            self.state["test"] = self.evaluate(TEST, self.settings.test_episodes)[1]
+        self.save()
+
+    def save(self) -> None:
         net, optimizer = self.learner.net.state_dict(), self.learner.optimizer.state_dict()
         rates = [rate.detach() for rate in self.learner.rates]
         if first():
-            self.checkpoint.save({"state": state, "net": net, "optimizer": optimizer, "rates": rates})
+            self.checkpoint.save({"state": self.state, "net": net, "optimizer": optimizer, "rates": rates})
 
 
 # --- what the command does --------------------------------------------------------------------------------------------
@@ -335,33 +378,44 @@ SMOKE = Settings(
 )
 
 
+def estimate(values: Tensor) -> tuple[float, float]:
+    """Return the mean and half the width of its 95 % interval."""
+    return values.mean().item(), 1.96 * values.std().item() / len(values) ** 0.5
+
+
 def results(runs: dict[str, list[Run]], settings: Settings) -> dict[str, Any]:
     """What goes into the JSON file; all but `seconds` and `date` is the same when the run is repeated."""
     target = TARGETS[settings.dataset]
     found = {}
     for name, mine in runs.items():
+        accuracies, intervals = zip(*(estimate(run.state["test"]) for run in mine), strict=True)
         found[name] = {
-            "method": dataclasses.asdict(METHODS[name]),
+            "method": dataclasses.asdict(mine[0].learner.method),
             "seeds": [run.seed for run in mine],
-            "accuracy": [run.state["test"][0] for run in mine],
-            "interval": [run.state["test"][1] for run in mine],
+            "accuracy": accuracies,
+            "interval": intervals,
             "until": [until(run.state["curve"], target) for run in mine],
             "curves": [run.state["curve"] for run in mine],
             "seconds": {clock: [round(run.state[clock], 1) for run in mine] for clock in ("wall", "cpu")},
         }
-    versions = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return {"settings": dataclasses.asdict(settings), "target": target, "methods": found, "date": date, **versions}
+        if name != "rhg" and "rhg" in runs:  # episode by episode: the test episodes are the same
+            pairs = zip(mine, runs["rhg"], strict=True)
+            found[name]["lead"] = [estimate(one.state["test"] - rhg.state["test"]) for one, rhg in pairs]
+    return {"settings": dataclasses.asdict(settings), "target": target, "methods": found, **provenance()}
 
 
 def compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     chosen = {name: getattr(args, name) for name in ("dataset", "ways", "shots", "iterations", "tasks")}
     if min(args.ways - 1, args.shots, args.iterations, args.tasks) < 1:
         parser.error("--ways must be at least 2; --shots, --iterations and --tasks at least 1")
-    settings = SMOKE if args.smoke else Settings(**chosen)
+    choice = Choice() if args.smoke else CHOSEN.get((args.dataset, args.ways), Choice())
+    settings = SMOKE if args.smoke else choice.settings(**chosen)
+    methods = choice.methods()
 
     data = load(settings.dataset, args.data)
-    runs = {name: [Run(name, seed, data, settings, args) for seed in args.seeds] for name in args.methods}
+    runs = {
+        name: [Run(name, methods[name], seed, data, settings, args) for seed in args.seeds] for name in args.methods
+    }
     waiting = [run for mine in runs.values() for run in mine if run.state["test"] is None]
     done = sum(run.state["iteration"] for mine in runs.values() for run in mine)
     total = settings.iterations * len(args.seeds) * len(runs)
@@ -393,7 +447,7 @@ def main() -> None:
         "--methods",
         nargs="+",
         choices=list(METHODS),
-        default=[name for name, method in METHODS.items() if not method.third],
+        default=[name for name, method in METHODS.items() if not method.control],
         metavar="METHOD",
         help="some of " + ", ".join(METHODS),
     )
