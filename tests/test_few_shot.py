@@ -349,6 +349,12 @@ def test_a_choice_reaches_the_methods(example: ModuleType) -> None:
     assert example.Choice().methods() == example.METHODS and example.Choice().settings() == example.Settings()
 
 
+def test_an_alpha_may_be_given(example: ModuleType, tmp_path: Path) -> None:
+    scripts.run("few_shot", "--smoke", "--methods", "rhg", "bda", "--alpha", "0.7", "--out", tmp_path)
+    found = json.loads(next(tmp_path.glob("*.json")).read_text())["methods"]
+    assert {name: method["method"]["alpha"] for name, method in found.items()} == {"rhg": 0.0, "bda": 0.7}
+
+
 def test_choice_smoke(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--smoke", "--network-iterations", "1", "--ways", "3", "--out", tmp_path, "--seeds", "5", "6")
     scripts.run("few_shot_choice", *options)
@@ -386,6 +392,20 @@ def test_the_settings_are_those_that_were_chosen(example: ModuleType, path: Path
 def test_upper_iterations_until(example: ModuleType) -> None:
     curve = [[10, 1.0, 0.3], [20, 0.9, 0.5], [30, 0.8, 0.4], [40, 0.7, 0.6]]
     assert [example.until(curve, target) for target in (0.2, 0.45, 0.55, 0.7)] == [10, 20, 40, None]
+
+
+def test_curves_of_several_runs(example: ModuleType) -> None:
+    """The legend has every method once, in whichever panel it is."""
+    report = importlib.import_module("_few_shot_report")
+    curves = [[[1, 0.5, 0.5], [2, 0.25, 0.75]]]
+    methods = {
+        name: {"method": dataclasses.asdict(method), "curves": curves} for name, method in example.METHODS.items()
+    }
+    settings = {"dataset": "omniglot", "ways": 5, "shots": 1}
+    runs = [{"settings": settings, "methods": {name: methods[name]}} for name in ("rhg", "bda", "maml", "bda")]
+    fig = report.curves(runs)
+    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["RHG", "BDA", "MAML"]
+    assert [len(panel.lines) for panel in fig.axes] == [1, 1, 1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

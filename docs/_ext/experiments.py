@@ -46,11 +46,17 @@ def _maml_sine(found: Any) -> str:
 
 
 def _few_shot(found: Any) -> str:
-    settings = found["settings"]
-    name = {"omniglot": "Omniglot", "cifar_fs": "CIFAR-FS", "mini_imagenet": "mini-ImageNet"}[settings["dataset"]]
+    settings, report = found["settings"], script("_few_shot_report")
+    seeds = len(next(iter(found["methods"].values()))["seeds"])
     budget = f"{settings['iterations']} upper iterations of {settings['tasks']} tasks"
-    title = f"**{name}, {settings['ways']}-way {settings['shots']}-shot**, {budget}:"
-    return f"{title}\n\n{script('few_shot').table(found)}"
+    title = f"**{report.title(settings)}**, {budget}, {seeds} {'seed' if seeds == 1 else 'seeds'}:"
+    return f"{title}\n\n{report.table(found)}"
+
+
+def _few_shot_choice(found: Any) -> str:
+    settings = found["settings"]
+    title = f"**{script('_few_shot_report').title(settings)}**, {settings['episodes']} validation episodes:"
+    return f"{title}\n\n{script('few_shot_choice').table(found)}"
 
 
 def _cleaning(found: Any) -> str:
@@ -59,7 +65,9 @@ def _cleaning(found: Any) -> str:
 
 
 RENDERERS: dict[str, Callable[[Any], str]] = {
+    "choice_few_shot": _few_shot_choice,
     "choice_hyper_cleaning": lambda found: script("hyper_cleaning_choice").table(found),
+    "control_few_shot": _few_shot,
     "diagnosis": lambda found: script("diagnosis").table(found["problems"]),
     "distillation": lambda found: script("distillation").table(found),
     "few_shot": _few_shot,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import experiments
 import matplotlib
 import records
 import torch
@@ -90,4 +91,11 @@ def adjoints() -> Figure:
     return fig
 
 
-FIGURES: dict[str, Callable[[], Figure]] = {"adjoints": adjoints, "method": method}
+def few_shot() -> Figure:
+    """Draw the validation losses of the few-shot runs."""
+    found = [records.read(path) for path in sorted(records.EXPERIMENTS.glob("few_shot_*.json"))]
+    found.sort(key=lambda run: (run["settings"]["dataset"] != "omniglot", run["settings"]["ways"]))
+    return experiments.script("_few_shot_report").curves(found)
+
+
+FIGURES: dict[str, Callable[[], Figure]] = {"adjoints": adjoints, "few_shot": few_shot, "method": method}

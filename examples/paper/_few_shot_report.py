@@ -130,11 +130,17 @@ def curves(runs: Sequence[dict[str, Any]]) -> Figure:
             for name in [name for name in COLORS if name in found["methods"]]:
                 mine = found["methods"][name]
                 points = torch.tensor(mine["curves"]).mean(0)
-                style = "dashed" if mine["method"]["whole"] else "solid"
-                panel.plot(points[:, 0], points[:, 1], style, color=COLORS[name], label=mine["method"]["title"])
+                style = {"color": COLORS[name], "label": mine["method"]["title"]}
+                style["linestyle"] = "dashed" if mine["method"]["whole"] else "solid"
+                panel.plot(points[:, 0], points[:, 1], **style)
             panel.set(title=title(found["settings"]), xlabel="upper iteration", yscale="log")
+            for set_formatter in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
+                set_formatter(lambda value, _: f"{value:g}")
         for panel in panels[len(runs) :]:
             panel.set_axis_off()
         panels[0].set(ylabel="validation loss")
-        fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+        labels: dict[str, Any] = {}
+        for panel in panels:  # a method need not be in every panel
+            labels.update(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
+        fig.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=4, frameon=False)
     return fig

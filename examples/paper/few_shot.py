@@ -409,6 +409,8 @@ def compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if min(args.ways - 1, args.shots, args.iterations, args.tasks) < 1:
         parser.error("--ways must be at least 2; --shots, --iterations and --tasks at least 1")
     choice = Choice() if args.smoke else CHOSEN.get((args.dataset, args.ways), Choice())
+    if args.alpha is not None:
+        choice = choice._replace(alpha=args.alpha)
     settings = SMOKE if args.smoke else choice.settings(**chosen)
     methods = choice.methods()
 
@@ -453,6 +455,7 @@ def main() -> None:
     )
     parser.add_argument("--iterations", type=int, default=default.iterations, help="upper iterations")
     parser.add_argument("--tasks", type=int, default=default.tasks, help="tasks per upper iteration")
+    parser.add_argument("--alpha", type=float, metavar="C", help="alpha_k = C / k of BDA, if not the chosen one")
     with processes(parser) as args:
         compare(parser, args)
 
