@@ -144,7 +144,9 @@ class Choice(NamedTuple):
         return Settings(filters=self.filters, upper_lr=self.upper_lr, **others)
 
 
-CHOSEN: dict[tuple[str, int], Choice] = {}  # by data set and number of classes
+CHOSEN = {  # by data set and number of classes
+    ("omniglot", 5): Choice(head_lr=0.03, alpha=1.0),
+}
 
 # --- the network ------------------------------------------------------------------------------------------------------
 
