@@ -145,7 +145,8 @@ class Choice(NamedTuple):
 
 
 CHOSEN = {  # by data set and number of classes
-    ("omniglot", 5): Choice(head_lr=0.03, alpha=1.0),
+    ("omniglot", 5): Choice(head_lr=0.03, alpha=2.0),
+    ("cifar_fs", 5): Choice(filters=(64, 64, 64, 64), alpha=0.05),
 }
 
 # --- the network ------------------------------------------------------------------------------------------------------
