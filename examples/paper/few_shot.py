@@ -146,6 +146,7 @@ class Choice(NamedTuple):
 
 CHOSEN = {  # by data set and number of classes
     ("omniglot", 5): Choice(head_lr=0.03, alpha=2.0),
+    ("omniglot", 20): Choice(alpha=1.0, maml_lr=1.0, reptile_lr=0.3),
     ("cifar_fs", 5): Choice(filters=(64, 64, 64, 64), alpha=0.05),
 }
 
