@@ -366,10 +366,15 @@ def test_choice_smoke(example: ModuleType, tmp_path: Path, capsys: pytest.Captur
     for stage in results["stages"]:
         best = max(stage, key=lambda row: statistics.mean(row["validation"]))
         assert all(results["chosen"][key] == value for key, value in best["change"].items())
+    tried = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.pt")}
+    assert len(tried) == 2 * (3 + 3 + 4 + 3 + 3)
     scripts.run("few_shot_choice", *options, "--resume")
     assert scripts.without_times(json.loads((tmp_path / "made_3way_1shot.json").read_text())) == scripts.without_times(
         results
     )
+    scripts.run("few_shot_choice", *options, "--alphas", "0.05", "2", "--resume")  # two more runs, of BDA
+    again = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.pt")}
+    assert again.items() >= tried.items() and {path.stem for path in again.keys() - tried.keys()} == {"bda-5", "bda-6"}
 
 
 @pytest.mark.parametrize("path", CHOICES, ids=lambda path: path.stem)

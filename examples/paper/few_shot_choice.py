@@ -32,7 +32,7 @@ from typing import Any
 import few_shot as example
 from _few_shot_report import TARGETS
 from _run import arguments, provenance, write_json
-from few_shot import Choice
+from few_shot import Choice, Method, Settings
 from torch import Tensor
 from tqdm import tqdm
 
@@ -60,25 +60,27 @@ def stages(dataset: str, rates: Mapping[str, Sequence[float]]) -> list[tuple[str
 
 
 class Search:
-    """Validation accuracies of candidates; one that was met before is not run again."""
+    """Validation accuracies of candidates; a run that was met before is not repeated."""
 
     def __init__(self, data: Mapping[str, Tensor], args: argparse.Namespace, bar: Any) -> None:
         self.data, self.args, self.bar = data, args, bar
-        self.known: dict[tuple[str, Choice, int, int], float] = {}
+        self.known: dict[tuple[Method, Settings, int], float] = {}
 
-    def accuracy(self, *candidate: Any) -> float:
-        if candidate not in self.known:
-            self.known[candidate] = self.run(*candidate)
-        return self.known[candidate]
-
-    def run(self, name: str, choice: Choice, iterations: int, seed: int) -> float:
-        args = self.args
-        budget = {"iterations": iterations, "every": iterations, "validation_episodes": args.episodes}
+    def accuracy(self, name: str, choice: Choice, iterations: int, seed: int) -> float:
+        args, method = self.args, choice.methods()[name]
         sizes = {"dataset": args.dataset, "ways": args.ways, "shots": args.shots}
+        budget = {"iterations": iterations, "every": iterations, "validation_episodes": args.episodes}
         settings = choice.settings(**sizes, **budget)
-        label = "-".join(str(value).replace(" ", "") for value in (*choice, iterations))
-        beside = argparse.Namespace(**{**vars(args), "out": args.out / "tried" / label})
-        run = example.Run(name, choice.methods()[name], seed, self.data, settings, beside)
+        key = method, settings, seed
+        if key not in self.known:
+            self.known[key] = self.run(name, *key)
+        return self.known[key]
+
+    def run(self, name: str, method: Method, settings: Settings, seed: int) -> float:
+        rates = settings.filters, settings.upper_lr, method.lr, method.alpha, settings.iterations
+        folder = self.args.out / "tried" / "-".join(str(value).replace(" ", "") for value in rates)
+        beside = argparse.Namespace(**{**vars(self.args), "out": folder})
+        run = example.Run(name, method, seed, self.data, settings, beside)
         if run.state["iteration"] < settings.iterations:
             run.train(self.bar)
             run.save()
@@ -135,7 +137,7 @@ def main() -> None:
     parser.add_argument("--dataset", choices=[name for name in TARGETS if name != "made"], default="omniglot")
     parser.add_argument("--ways", type=int, default=5, help="classes per task")
     parser.add_argument("--shots", type=int, default=1, help="support images per class")
-    default = example.Settings.iterations
+    default = Settings.iterations
     parser.add_argument("--iterations", type=int, default=default, help="upper iterations of a candidate")
     parser.add_argument("--network-iterations", type=int, help="those of stage 1, if they are fewer", metavar="NUMBER")
     parser.add_argument("--episodes", type=int, default=300, help="validation episodes")
