@@ -399,6 +399,18 @@ def test_upper_iterations_until(example: ModuleType) -> None:
     assert [example.until(curve, target) for target in (0.2, 0.45, 0.55, 0.7)] == [10, 20, 40, None]
 
 
+@pytest.mark.parametrize(("dataset", "paper"), [("omniglot", ["98.70", "98.60"]), ("mini_imagenet", ["", "48.89"])])
+def test_table_has_the_papers_numbers_where_there_are_any(example: ModuleType, dataset: str, paper: list[str]) -> None:
+    report = importlib.import_module("_few_shot_report")
+    mine = {"accuracy": [0.5], "interval": [0.1], "until": [None], "seconds": {"cpu": [1.0]}}
+    methods = {name: {"method": {"title": name}, **mine} for name in ("maml", "rhg")}
+    found = {"settings": {"dataset": dataset, "ways": 5, "shots": 1}, "target": 0.9, "methods": methods}
+    heads, _, *rows = [[cell.strip() for cell in line.split("|")] for line in report.table(found).splitlines()]
+    assert [row[heads.index("paper, %")] for row in rows] == paper
+    found["settings"]["dataset"] = "cifar_fs"
+    assert "paper" not in report.table(found)
+
+
 def test_curves_of_several_runs(example: ModuleType) -> None:
     """The legend has every method once, in whichever panel it is."""
     report = importlib.import_module("_few_shot_report")

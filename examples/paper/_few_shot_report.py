@@ -51,9 +51,8 @@ def over_seeds(leads: Sequence[Sequence[float]]) -> tuple[float, float]:
 def table(found: dict[str, Any]) -> str:
     """Return the results in Markdown; the paper has numbers of some data sets, and none of the controls."""
     settings = found["settings"]
-    published = dict(
-        zip(COLORS, PAPER.get((settings["dataset"], settings["ways"], settings["shots"]), ()), strict=False)
-    )
+    paper = PAPER.get((settings["dataset"], settings["ways"], settings["shots"]), ())
+    published = {name: value for name, value in zip(COLORS, paper, strict=False) if value is not None}
     rows = []
     for name in [name for name in COLORS if name in found["methods"]]:
         mine = found["methods"][name]
