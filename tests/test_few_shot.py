@@ -431,3 +431,32 @@ def test_the_recorded_runs_had_one_budget(example: ModuleType, path: Path) -> No
     assert found["settings"]["test_episodes"] == 600
     counts = {curve[-1][0] for method in found["methods"].values() for curve in method["curves"]}
     assert counts == {found["settings"]["iterations"]}  # the same budget for all
+
+
+def recorded(name: str) -> tuple[dict[str, tuple[float, float]], dict[str, Any]]:
+    """The leads over RHG in points, and the methods of a record."""
+    methods = json.loads((ROOT / "examples" / "results" / f"{name}.json").read_text())["methods"]
+    over_seeds = importlib.import_module("_few_shot_report").over_seeds
+    leads = {name: over_seeds(mine["lead"]) for name, mine in methods.items() if name != "rhg"}
+    return {name: (round(100 * lead, 2), round(100 * interval, 2)) for name, (lead, interval) in leads.items()}, methods
+
+
+def test_the_page_says_what_was_recorded_of_omniglot(example: ModuleType) -> None:
+    leads, methods = recorded("few_shot_omniglot_5way_1shot")
+    assert leads["bda"] == (0.39, 0.08) and abs(leads["t-rhg"][0]) < leads["t-rhg"][1]
+    assert all(lead > interval for lead, interval in methods["bda"]["lead"])  # ahead in each seed
+    losses = [[curve[-1][1] for curve in methods[name]["curves"]] for name in ("rhg", "bda")]
+    assert all(rhg < bda for rhg, bda in zip(*losses, strict=True))
+    leads, _ = recorded("few_shot_omniglot_20way_1shot")
+    assert leads["bda"] == (0.25, 0.09) and abs(leads["t-rhg"][0]) < leads["t-rhg"][1]
+    assert recorded("few_shot_omniglot_5way_5shot")[0]["bda"] == (0.09, 0.07)
+    assert recorded("few_shot_omniglot_20way_5shot")[0]["bda"] == (0.04, 0.03)
+
+
+def test_the_page_says_what_was_recorded_of_cifar_fs(example: ModuleType) -> None:
+    leads, _ = recorded("few_shot_cifar_fs_5way_1shot")
+    assert leads["bda"] == (-0.95, 0.52)
+    choice = json.loads((ROOT / "examples" / "results" / "choice_few_shot_cifar_fs_5way_1shot.json").read_text())
+    tried = {row["change"]["alpha"]: round(100 * row["validation"][0], 1) for row in choice["stages"][2]}
+    assert (tried[0.2], tried[0.5]) == (43.4, 45.7)
+    assert round(100 * max(row["validation"][0] for row in choice["stages"][1]), 1) == 50.9
