@@ -460,3 +460,6 @@ def test_the_page_says_what_was_recorded_of_cifar_fs(example: ModuleType) -> Non
     tried = {row["change"]["alpha"]: round(100 * row["validation"][0], 1) for row in choice["stages"][2]}
     assert (tried[0.2], tried[0.5]) == (43.4, 45.7)
     assert round(100 * max(row["validation"][0] for row in choice["stages"][1]), 1) == 50.9
+    leads, methods = recorded("control_few_shot_cifar_fs_5way_1shot")
+    assert (leads["bda"], leads["bda-third"]) == ((-5.91, 0.58), (0.87, 0.54))
+    assert methods["bda"]["method"]["alpha"] == methods["bda-third"]["method"]["alpha"] == 0.5
