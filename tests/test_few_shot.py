@@ -444,6 +444,7 @@ def recorded(name: str) -> tuple[dict[str, tuple[float, float]], dict[str, Any]]
 def test_the_page_says_what_was_recorded_of_omniglot(example: ModuleType) -> None:
     leads, methods = recorded("few_shot_omniglot_5way_1shot")
     assert leads["bda"] == (0.39, 0.08) and abs(leads["t-rhg"][0]) < leads["t-rhg"][1]
+    assert (leads["bda-third"], leads["rhg-query"]) == ((0.37, 0.07), (0.43, 0.08))
     assert all(lead > interval for lead, interval in methods["bda"]["lead"])  # ahead in each seed
     losses = [[curve[-1][1] for curve in methods[name]["curves"]] for name in ("rhg", "bda")]
     assert all(rhg < bda for rhg, bda in zip(*losses, strict=True))
