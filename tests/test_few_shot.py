@@ -454,6 +454,12 @@ def test_the_page_says_what_was_recorded_of_omniglot(example: ModuleType) -> Non
     assert recorded("few_shot_omniglot_20way_5shot")[0]["bda"] == (0.04, 0.03)
 
 
+@pytest.mark.parametrize("path", [path for path in RESULTS if "omniglot" in path.stem], ids=lambda path: path.stem)
+def test_methods_that_adapt_the_whole_network_are_behind_rhg(example: ModuleType, path: Path) -> None:
+    leads, _ = recorded(path.stem)
+    assert all(leads[name][0] < -leads[name][1] for name in ("maml", "meta-sgd", "reptile"))
+
+
 def test_the_page_says_what_was_recorded_of_cifar_fs(example: ModuleType) -> None:
     leads, _ = recorded("few_shot_cifar_fs_5way_1shot")
     assert leads["bda"] == (-0.95, 0.52)
