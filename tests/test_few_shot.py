@@ -450,13 +450,21 @@ def test_the_page_says_what_was_recorded_of_omniglot(example: ModuleType) -> Non
     assert all(rhg < bda for rhg, bda in zip(*losses, strict=True))
     leads, _ = recorded("few_shot_omniglot_20way_1shot")
     assert leads["bda"] == (0.25, 0.09) and abs(leads["t-rhg"][0]) < leads["t-rhg"][1]
+    for ways, best in ((5, 2.0), (20, 1.0)):  # validation accuracy grows with c up to there
+        choice = json.loads(
+            (ROOT / "examples" / "results" / f"choice_few_shot_omniglot_{ways}way_1shot.json").read_text()
+        )
+        tried = {row["change"]["alpha"]: row["validation"][0] for row in choice["stages"][2]}
+        grown = [tried[c] for c in sorted(tried) if c <= best]
+        assert grown == sorted(set(grown)) and grown[-1] == max(tried.values())
     assert recorded("few_shot_omniglot_5way_5shot")[0]["bda"] == (0.09, 0.07)
     assert recorded("few_shot_omniglot_20way_5shot")[0]["bda"] == (0.04, 0.03)
 
 
 @pytest.mark.parametrize("path", [path for path in RESULTS if "omniglot" in path.stem], ids=lambda path: path.stem)
-def test_methods_that_adapt_the_whole_network_are_behind_rhg(example: ModuleType, path: Path) -> None:
+def test_the_page_says_how_the_others_compare_with_rhg(example: ModuleType, path: Path) -> None:
     leads, _ = recorded(path.stem)
+    assert abs(leads["t-rhg"][0]) <= 0.05
     assert all(leads[name][0] < -leads[name][1] for name in ("maml", "meta-sgd", "reptile"))
 
 
